@@ -1,0 +1,364 @@
+"""The configuration of a run: one pydantic model, used by the TOML files, the command line and the flow's form.
+
+Light on purpose: importing this module needs neither torch nor transformers. Each default stands here and nowhere else;
+`slipstream.config.AsyncGRPOConfig` takes its own from `TrainerSection`.
+
+No ``from __future__ import annotations``: Prefect resolves the types of a flow's parameters at run time.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# A section renders as a form in the Prefect UI: every field has a title and a description with its unit.
+FORBID = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+
+
+class Section(BaseModel):
+    model_config = FORBID
+
+
+class ModelSection(Section):
+    """What is trained."""
+
+    name: str = Field(
+        title="Model", min_length=1, description="Hub id, or path of a folder written by save_pretrained."
+    )
+    revision: str | None = Field(None, title="Revision", description="Branch, tag or commit of a hub model.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "float32",
+        title="Trainer dtype",
+        description="Dtype that the trainer loads the weights in. The ratio between trainer and server is sensitive to it.",
+    )
+    trust_remote_code: bool = Field(
+        False, title="Trust remote code", description="Run Python code that ships with the model."
+    )
+
+
+class DataSection(Section):
+    """Where prompts come from. Rows need a conversational `prompt` column; other columns reach the rewards."""
+
+    source: str = Field(
+        title="Training data",
+        min_length=1,
+        description="Hub id, path of a .jsonl or .parquet file or of a datasets folder, or reasoning_gym:TASK?size=N&seed=N.",
+    )
+    split: str = Field("train", title="Split", description="Split of a hub dataset or datasets folder.")
+    shuffle: bool = Field(True, title="Shuffle", description="Visit the prompts in a new random order each epoch.")
+    eval_source: str | None = Field(
+        None, title="Held-out data", description="Like the training data; never trained on. Empty: no evaluation."
+    )
+    eval_split: str = Field("test", title="Held-out split", description="Split of the held-out dataset.")
+    eval_size: int | None = Field(
+        None, title="Held-out prompts", ge=1, description="Use only the first so many held-out prompts. Empty: all."
+    )
+
+
+class RewardSection(Section):
+    """What is rewarded: the sum of these functions."""
+
+    functions: list[str] = Field(
+        default_factory=lambda: ["slipstream.rewards:accuracy_reward"],
+        title="Reward functions",
+        min_length=1,
+        description="Each named module:function; importable where the learner runs. Their sum is the reward.",
+    )
+    paths: list[str] = Field(
+        default_factory=list,
+        title="Import paths",
+        description="Folders put on the import path to find the reward functions, relative to where the run is started.",
+    )
+
+
+class TrainerSection(Section):
+    """The algorithm and the optimizer. Names and defaults are those of `AsyncGRPOConfig`."""
+
+    # --- duration and optimizer
+    max_steps: int = Field(
+        -1, title="Steps", ge=-1, description="Optimizer steps; -1: the number of epochs decides."
+    )
+    num_train_epochs: float = Field(3.0, title="Epochs", gt=0, description="Passes over the prompts.")
+    learning_rate: float = Field(1e-6, title="Learning rate", gt=0, description="Peak learning rate of AdamW.")
+    lr_scheduler_type: str = Field(
+        "constant",
+        title="Learning rate schedule",
+        description="Name of a transformers schedule. One that decays needs an explicit number of steps.",
+    )
+    warmup_steps: int = Field(0, title="Warm-up", ge=0, description="Steps of linear warm-up.")
+    weight_decay: float = Field(0.0, title="Weight decay", ge=0, description="AdamW's decoupled weight decay.")
+    adam_beta1: float = Field(0.9, title="Adam beta 1", ge=0, lt=1, description="Decay of the first moment.")
+    adam_beta2: float = Field(0.999, title="Adam beta 2", ge=0, lt=1, description="Decay of the second moment.")
+    max_grad_norm: float = Field(1.0, title="Gradient clipping", ge=0, description="Largest gradient norm; 0: no clipping.")
+    gradient_accumulation_steps: int = Field(
+        1, title="Accumulation", ge=1, description="Micro-batches per optimizer step; each is one row per process."
+    )
+    bf16: bool | None = Field(
+        None, title="bfloat16 mixed precision", description="Empty: on where a GPU is, off on CPU."
+    )
+    fp16: bool = Field(False, title="float16 mixed precision", description="Use float16 autocast.")
+    gradient_checkpointing: bool = Field(
+        True, title="Gradient checkpointing", description="Recompute activations in the backward pass to save memory."
+    )
+    seed: int = Field(42, title="Seed", ge=0, description="Seed of prompt order, sampling and initialisation.")
+
+    # --- generation
+    num_generations: int = Field(8, title="Generations per prompt", ge=2, description="Rollouts in a group.")
+    max_completion_length: int = Field(
+        2048, title="Completion length", ge=1, description="Most tokens that one request may generate."
+    )
+    temperature: float = Field(
+        1.0, title="Temperature", ge=0.01, description="Sampling temperature. Below 0.01 the ratio does not exist."
+    )
+    top_p: float = Field(1.0, title="Top-p", gt=0, le=1, description="Nucleus sampling; 1: off.")
+    top_k: int = Field(0, title="Top-k", ge=0, description="Sample among the k likeliest tokens; 0: off.")
+    min_p: float | None = Field(
+        None, title="Min-p", ge=0, le=1, description="Least probability relative to the likeliest token; empty: off."
+    )
+
+    # --- asynchrony
+    max_staleness: int = Field(
+        4, title="Staleness bound", ge=0, description="Weight updates that a sample may lag behind before it is dropped."
+    )
+    weight_sync_steps: int = Field(
+        1, title="Steps between weight syncs", ge=1, description="Optimizer steps between deliveries to the server."
+    )
+    token_budget: int | None = Field(
+        None, title="Token budget", ge=1, description="Most tokens in a row (one process's part of a micro-batch). "
+        "Empty: the server's maximum sequence length."
+    )
+    max_concurrent_rollouts: int = Field(
+        512, title="Concurrent rollouts", ge=1, description="Most rollouts in flight at once."
+    )
+    rollout_worker_timeout: float = Field(
+        300.0, title="Rollout worker timeout", gt=0, description="Seconds without a heartbeat until it counts as hung."
+    )
+    vllm_server_timeout: float = Field(
+        1800.0, title="Server timeout", gt=0, description="Seconds for one call to the server, start-up included."
+    )
+
+    # --- loss
+    epsilon: float = Field(0.2, title="Epsilon", gt=0, lt=1, description="Lower clip of the ratio.")
+    epsilon_high: float | None = Field(
+        None, title="Upper epsilon", gt=0, description="Upper clip of the ratio; empty: the same as epsilon."
+    )
+    score_centering: bool = Field(
+        True, title="Score centering", description="Subtract the score's expectation under the sampler (arXiv 2609.20807)."
+    )
+    vllm_importance_sampling_clip_min: float = Field(
+        0.5, title="Smallest ratio", ge=0, le=1, description="Tokens with a smaller importance ratio are masked."
+    )
+    vllm_importance_sampling_clip_max: float = Field(
+        5.0, title="Largest ratio", ge=1, description="Tokens with a larger importance ratio are masked."
+    )
+    num_sampler_logprobs: int = Field(
+        8, title="Sampler log-probabilities", ge=1, description="Likeliest tokens per position used for score centering."
+    )
+
+    # --- logging and checkpoints
+    logging_steps: int = Field(1, title="Logging interval", ge=1, description="Optimizer steps between log lines.")
+    save_steps: int = Field(500, title="Checkpoint interval", ge=1, description="Optimizer steps between checkpoints.")
+    save_total_limit: int | None = Field(
+        None, title="Checkpoints kept", ge=1, description="Older complete checkpoints are deleted; empty: keep all."
+    )
+    eval_steps: int | None = Field(
+        None,
+        title="Evaluation interval",
+        ge=1,
+        description="Optimizer steps between evaluations; empty: only before the first and after the last step.",
+    )
+    log_completions: bool = Field(False, title="Log completions", description="Write sample completions to the records.")
+    num_completions_to_print: int | None = Field(
+        None, title="Completions printed", ge=1, description="How many to print when completions are logged; empty: all."
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> "TrainerSection":
+        if (self.top_p < 1 or self.min_p) and self.top_k == 0:
+            key = "top_p" if self.top_p < 1 else "min_p"
+            raise ValueError(
+                f"{key} = {getattr(self, key)} needs top_k > 0 (for example 512): the server bounds the candidate set by it"
+            )
+        if self.bf16 and self.fp16:
+            raise ValueError("bf16 = true and fp16 = true exclude each other: set one of them to false")
+        if self.max_steps == 0:
+            raise ValueError("max_steps = 0 trains nothing: set it to -1 (epochs decide) or to at least 1")
+        if self.lr_scheduler_type not in ("constant", "constant_with_warmup") and self.max_steps < 0:
+            raise ValueError(
+                f"lr_scheduler_type = {self.lr_scheduler_type!r} needs max_steps: the number of steps per epoch is not known in advance"
+            )
+        return self
+
+
+class ServerSection(Section):
+    """The vLLM server that generates."""
+
+    url: str | None = Field(
+        None,
+        title="Server that already runs",
+        pattern=r"^https?://",
+        description="Base URL of a server that somebody else started; empty: the run starts its own.",
+    )
+    command: list[str] = Field(
+        default_factory=list,
+        title="Command",
+        description="Command that stands before `--model …`, for example of a container. "
+        "Empty: python -m vllm.entrypoints.openai.api_server of .venv-vllm.",
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", title="Server dtype", description="auto: the trainer's dtype."
+    )
+    max_model_len: int = Field(
+        4096, title="Sequence length", ge=2, description="Most tokens of prompt and completion together."
+    )
+    max_num_seqs: int = Field(256, title="Batch size", ge=1, description="Most requests that the server decodes at once.")
+    kv_cache_memory: str | None = Field(
+        None,
+        title="KV cache",
+        pattern=r"^[0-9]+[KMG]?$",
+        description="Memory of the KV cache, like 512M or 20G; empty: vLLM decides (on CPU: 256M).",
+    )
+    gpus: int = Field(1, title="GPUs", ge=0, description="GPUs of a server node; 0: CPU.")
+    tensor_parallel_size: int = Field(1, title="Tensor parallel", ge=1, description="GPUs that one engine is split over.")
+    data_parallel_size: int = Field(1, title="Data parallel", ge=1, description="Engines behind one address.")
+    nodes: int = Field(1, title="Nodes", ge=1, description="Server nodes.")
+    enable_lora: bool = Field(False, title="LoRA adapters", description="Let the server load adapters at run time.")
+    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        32, title="Largest LoRA rank", description="Rank the server reserves memory for."
+    )
+    extra_args: list[str] = Field(
+        default_factory=list, title="More arguments", description="Passed to vLLM as they are, like --enforce-eager."
+    )
+    environment: list[str] = Field(
+        default_factory=list, title="Environment", description="NAME=VALUE lines for the server process; no secrets."
+    )
+    startup_timeout: float = Field(
+        1800.0, title="Start-up timeout", gt=0, description="Seconds until the server must answer."
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> "ServerSection":
+        for line in self.environment:
+            if "=" not in line or not line.split("=", 1)[0].isidentifier():
+                raise ValueError(f"environment has {line!r}: write NAME=VALUE")
+        if self.gpus and self.tensor_parallel_size > self.gpus:
+            raise ValueError(
+                f"tensor_parallel_size = {self.tensor_parallel_size} is more than gpus = {self.gpus}: raise gpus or lower it"
+            )
+        return self
+
+
+class LearnerSection(Section):
+    """The torchrun job that trains."""
+
+    nodes: int = Field(1, title="Nodes", ge=1, description="Learner nodes.")
+    processes_per_node: int = Field(1, title="Processes per node", ge=1, description="Data-parallel ranks on a node.")
+    gpus: int = Field(1, title="GPUs", ge=0, description="GPUs of a learner node; 0: CPU (gloo).")
+    python: str | None = Field(
+        None, title="Interpreter", description="Python of the learner; empty: the one that starts the run."
+    )
+    use_lora: bool = Field(False, title="LoRA", description="Train a LoRA adapter instead of all weights.")
+    lora_rank: int = Field(32, title="LoRA rank", ge=1, description="Rank of the adapter.")
+    lora_alpha: int = Field(64, title="LoRA alpha", ge=1, description="Scale of the adapter.")
+    lora_target_modules: list[str] = Field(
+        default_factory=lambda: ["all-linear"], title="LoRA modules", description="Modules that get an adapter."
+    )
+    startup_timeout: float = Field(
+        1800.0, title="Start-up timeout", gt=0, description="Seconds until the first optimizer step must have begun."
+    )
+    step_timeout: float = Field(
+        3600.0, title="Step timeout", gt=0, description="Seconds without any progress until the run counts as stuck."
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> "LearnerSection":
+        if self.gpus and self.processes_per_node != self.gpus:
+            raise ValueError(
+                f"processes_per_node = {self.processes_per_node} but gpus = {self.gpus}: "
+                "one process drives one GPU, so set them equal, or gpus = 0 for CPU"
+            )
+        if self.use_lora and "lm_head" in self.lora_target_modules:
+            raise ValueError("lora_target_modules has 'lm_head': an adapter on it is not supported, take it out")
+        return self
+
+
+class ClusterSection(Section):
+    """Where jobs run."""
+
+    profile: str = Field(
+        "local",
+        title="Cluster profile",
+        min_length=1,
+        description="Name of a profile in slurm/profiles (like local or slurm), or path of a profile file.",
+    )
+
+
+class StorageSection(Section):
+    """Where run folders lie: on storage that every node sees."""
+
+    root: str = Field(
+        "runs", title="Storage root", min_length=1, description="Folder that holds one folder per run (mode 0700)."
+    )
+
+
+class RecoverySection(Section):
+    """What happens when a part of the run dies."""
+
+    max_restarts: int = Field(
+        0, title="Restarts", ge=0, description="How often a dead part is started again before the run fails."
+    )
+
+
+class RunConfig(Section):
+    """Everything about one run."""
+
+    name: Name = Field("run", title="Name", description="Start of the run's id: letters, digits, '.', '_' and '-'.")
+    model: ModelSection = Field(title="Model", description="What is trained.")
+    data: DataSection = Field(title="Data", description="Where prompts come from.")
+    reward: RewardSection = Field(default_factory=RewardSection, title="Reward", description="What is rewarded.")
+    trainer: TrainerSection = Field(
+        default_factory=TrainerSection, title="Trainer", description="The algorithm and the optimizer."
+    )
+    server: ServerSection = Field(
+        default_factory=ServerSection, title="Server", description="The vLLM server that generates."
+    )
+    learner: LearnerSection = Field(
+        default_factory=LearnerSection, title="Learner", description="The torchrun job that trains."
+    )
+    cluster: ClusterSection = Field(
+        default_factory=ClusterSection, title="Cluster", description="Where jobs run."
+    )
+    storage: StorageSection = Field(
+        default_factory=StorageSection, title="Storage", description="Where run folders lie."
+    )
+    recovery: RecoverySection = Field(
+        default_factory=RecoverySection, title="Recovery", description="What happens when a part dies."
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> "RunConfig":
+        if self.trainer.max_completion_length >= self.server.max_model_len:
+            raise ValueError(
+                f"trainer.max_completion_length = {self.trainer.max_completion_length} leaves no room for a prompt in "
+                f"server.max_model_len = {self.server.max_model_len}: raise the latter or lower the former"
+            )
+        if self.trainer.num_generations > self.server.max_num_seqs:
+            raise ValueError(
+                f"trainer.num_generations = {self.trainer.num_generations} is more than "
+                f"server.max_num_seqs = {self.server.max_num_seqs}: vLLM refuses such a request"
+            )
+        if self.server.enable_lora and self.server.max_lora_rank < self.learner.lora_rank:
+            raise ValueError(
+                f"learner.lora_rank = {self.learner.lora_rank} is more than server.max_lora_rank = {self.server.max_lora_rank}"
+            )
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel ranks over all learner nodes."""
+        return self.learner.nodes * self.learner.processes_per_node
+
+    def to_plain(self) -> dict[str, Any]:
+        """Nested dictionaries of plain values, without the keys that are None (TOML has no null)."""
+        return self.model_dump(mode="json", exclude_none=True)

@@ -1,0 +1,223 @@
+"""The run folder: the single source of truth about a run, on storage that every node sees.
+
+Every file is written whole (write, fsync, rename) or appended to by exactly one writer. Layout: docs/design.md.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RUN_FILE = "run.toml"
+
+
+class RunFolderError(Exception):
+    """A run folder is missing, exists already, or does not hold what it must."""
+
+
+def fsync_folder(path: Path) -> None:
+    """Make a rename in `path` durable, where the file system can."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def write_atomic(path: Path, data: str | bytes, mode: int = 0o600) -> None:
+    """Write `data` to `path` so that a reader sees the old content or the new one, never a part.
+
+    Raises OSError (disk full, read-only); `path` is then as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    fsync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomic` of `value` as JSON."""
+    write_atomic(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def read_json(path: Path) -> Any | None:
+    """The JSON value in `path`, or None where the file is not there. Raises ValueError on anything but JSON."""
+    for _ in range(3):  # NFS: a file replaced between open and read answers ESTALE once
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != 116:
+                raise
+    return None
+
+
+def append_jsonl(path: Path, value: Any) -> None:
+    """Append one line. Only one process may append to a file (appends are not atomic on NFS)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def read_jsonl(path: Path) -> list[Any]:
+    """All complete lines of `path`; a torn last line (the writer died) is left out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    values = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            values.append(json.loads(line))
+    return values
+
+
+def new_run_id(name: str) -> str:
+    """A run id that sorts by time: name, date and time, four random characters."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+class RunFolder:
+    """Paths and small records of one run. Holds no state of its own."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    @classmethod
+    def create(cls, storage_root: str | Path, run_id: str) -> "RunFolder":
+        """Make the folder, private to its user, and the run's token. Raises RunFolderError where it exists."""
+        folder = cls(Path(storage_root).expanduser() / run_id)
+        folder.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.path.mkdir(mode=0o700)
+        except FileExistsError:
+            raise RunFolderError(f"the run folder {folder.path} exists: choose another run id, or resume it") from None
+        for sub in ("secrets", "fences", "intents", "jobs", "endpoints", "heartbeats", "exit", "output", "records", "logs"):
+            (folder.path / sub).mkdir(mode=0o700)
+        write_atomic(folder.token_file, secrets.token_urlsafe(32) + "\n", mode=0o600)
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> "RunFolder":
+        """An existing run. Raises RunFolderError where `path` holds no run."""
+        folder = cls(path)
+        if not folder.run_file.is_file():
+            raise RunFolderError(f"{folder.path} holds no run: there is no {RUN_FILE}")
+        return folder
+
+    @property
+    def run_file(self) -> Path:
+        return self.path / RUN_FILE
+
+    @property
+    def token_file(self) -> Path:
+        return self.path / "secrets" / "token"
+
+    @property
+    def cancel_file(self) -> Path:
+        return self.path / "cancel.json"
+
+    @property
+    def report_file(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def endpoint_file(self, index: int = 0) -> Path:
+        return self.path / "endpoints" / f"server-{index}.json"
+
+    def heartbeat_file(self, who: str) -> Path:
+        return self.path / "heartbeats" / f"{who}.json"
+
+    def exit_file(self, role: str, incarnation: str) -> Path:
+        return self.path / "exit" / f"{role}-{incarnation}.json"
+
+    def jobs_file(self, attempt: int) -> Path:
+        return self.path / "jobs" / f"{attempt}.jsonl"
+
+    def fence_file(self, attempt: int) -> Path:
+        return self.path / "fences" / f"{attempt}.json"
+
+    def output(self, attempt: int) -> Path:
+        """The trainer's output_dir of an attempt."""
+        return self.path / "output" / f"a{attempt}"
+
+    def records(self, attempt: int) -> Path:
+        """metrics.jsonl, ledger.jsonl, events.jsonl, completions/ of an attempt."""
+        return self.path / "records" / f"a{attempt}"
+
+    def log_file(self, role: str, attempt: int) -> Path:
+        return self.logs / f"{role}-{attempt}.log"
+
+    def attempts(self) -> list[int]:
+        """Numbers of the attempts that were begun, ascending, by their fences."""
+        return sorted(int(p.stem) for p in (self.path / "fences").glob("*.json") if p.stem.isdigit())
+
+    def begin_attempt(self, checkpoint: str | None, step: int) -> int:
+        """Claim the next attempt number with a fence that names the checkpoint it starts from.
+
+        The fence is created exclusively: of two resumes at once, one gets the number and the other the next one.
+
+        Args:
+            checkpoint: path of the checkpoint relative to the run folder, or None for a start from the model.
+            step: optimizer steps in that checkpoint; records of earlier attempts beyond it are void.
+        """
+        number = (self.attempts() or [0])[-1] + 1
+        while True:
+            try:
+                with open(self.fence_file(number), "x", encoding="utf-8") as file:
+                    json.dump({"attempt": number, "checkpoint": checkpoint, "step": step, "host": socket.gethostname()}, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                return number
+            except FileExistsError:
+                number += 1
+
+    def fence(self, attempt: int) -> dict[str, Any]:
+        return read_json(self.fence_file(attempt)) or {}
+
+    def void_after(self) -> dict[int, int]:
+        """Per attempt, the last step whose records count, by the fences of all later attempts. The newest has none."""
+        limits: dict[int, int] = {}
+        attempts = self.attempts()
+        for attempt in attempts:
+            later = [int(self.fence(a).get("step", 0)) for a in attempts if a > attempt]
+            if later:
+                limits[attempt] = min(later)
+        return limits
+
+    def merged_records(self, name: str) -> Iterator[dict[str, Any]]:
+        """Lines of `records/a*/<name>` over all attempts, without what a later attempt's fence made void.
+
+        Lines without a step count as the attempt's own and are kept.
+        """
+        limits = self.void_after()
+        for attempt in self.attempts():
+            for line in read_jsonl(self.records(attempt) / name):
+                step = line.get("step")
+                if step is None or attempt not in limits or step <= limits[attempt]:
+                    yield {**line, "attempt": attempt}
