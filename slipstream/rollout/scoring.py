@@ -1,0 +1,93 @@
+"""Rewards of a group: all functions at once, async ones awaited, the others in threads."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.rollout.types import RolloutGroup
+
+RewardFunction = Callable[..., Any]
+
+
+class RewardError(Exception):
+    """A reward function raised, or returned something that is no list of numbers."""
+
+
+def reward_name(function: RewardFunction) -> str:
+    """The name under which a reward is logged."""
+    inner = getattr(function, "func", function)  # functools.partial
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
+def unique_names(functions: Sequence[RewardFunction]) -> list[str]:
+    """Their names; a second function of one name gets a number."""
+    names: list[str] = []
+    for function in functions:
+        base = name = reward_name(function)
+        number = 2
+        while name in names:
+            name, number = f"{base}_{number}", number + 1
+        names.append(name)
+    return names
+
+
+def is_async(function: RewardFunction) -> bool:
+    inner = getattr(function, "func", function)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
+
+
+def check_rewards(name: str, values: Any, count: int) -> NDArray[np.float64]:
+    """The returned rewards as an array, NaN for None. Raises RewardError naming the function."""
+    try:
+        rewards = np.array([math.nan if v is None else float(v) for v in values], dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"reward {name} must return a list of numbers or None, not {values!r:.200}") from error
+    if len(rewards) != count:
+        raise RewardError(f"reward {name} returned {len(rewards)} values for {count} completions")
+    if np.isinf(rewards).any():
+        raise RewardError(f"reward {name} returned an infinite value: {values!r:.200}")
+    return rewards
+
+
+async def score(
+    functions: Sequence[RewardFunction], names: Sequence[str], executor: Executor, arguments: dict[str, Any], count: int
+) -> NDArray[np.float64]:
+    """Call every function with `arguments`; `(functions, count)`, NaN where it did not score.
+
+    Raises:
+        RewardError: with the function's name; its own exception is the cause.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def one(name: str, function: RewardFunction) -> NDArray[np.float64]:
+        try:
+            if is_async(function):
+                values = await function(**arguments)
+            else:
+                values = await loop.run_in_executor(executor, lambda: function(**arguments))
+                if inspect.isawaitable(values):
+                    values = await values
+        except Exception as error:
+            raise RewardError(f"reward {name} raised {type(error).__name__}: {error}") from error
+        return check_rewards(name, values, count)
+
+    if not functions:
+        return np.zeros((0, count))
+    return np.stack(await asyncio.gather(*(one(n, f) for n, f in zip(names, functions, strict=True))))
+
+
+def total_rewards(by_function: NDArray[np.float64], group: RolloutGroup) -> NDArray[np.float64]:
+    """The sum over all sources of each rollout, NaN where none scored it; `(num_generations,)`."""
+    rows = [*by_function]
+    rows.append(np.array([math.nan if v is None else v for v in group.rollout_rewards], dtype=np.float64))
+    rows.append(np.array([math.nan if v is None else v[1] for v in group.env_rewards], dtype=np.float64))
+    stacked = np.stack(rows)
+    total = np.nansum(stacked, axis=0)
+    total[np.isnan(stacked).all(axis=0)] = math.nan
+    return total
