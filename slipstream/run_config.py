@@ -11,13 +11,21 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # A section renders as a form in the Prefect UI: every field has a title and a description with its unit.
-FORBID = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+FORBID = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
 class Section(BaseModel):
     model_config = FORBID
+
+
+class Impossible(ValueError):
+    """Values that exclude each other: `problems` holds (key, its value, what is wrong and the way out) for each."""
+
+    def __init__(self, problems: list[tuple[str, Any, str]]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(f"{key} = {value!r}: {message}" for key, value, message in problems))
 
 
 class ModelSection(Section):
@@ -81,7 +89,15 @@ class TrainerSection(Section):
     )
     num_train_epochs: float = Field(3.0, title="Epochs", gt=0, description="Passes over the prompts.")
     learning_rate: float = Field(1e-6, title="Learning rate", gt=0, description="Peak learning rate of AdamW.")
-    lr_scheduler_type: str = Field(
+    lr_scheduler_type: Literal[
+        "constant",
+        "constant_with_warmup",
+        "cosine",
+        "cosine_with_restarts",
+        "inverse_sqrt",
+        "linear",
+        "polynomial",
+    ] = Field(
         "constant",
         title="Learning rate schedule",
         description="Name of a transformers schedule. One that decays needs an explicit number of steps.",
@@ -175,19 +191,20 @@ class TrainerSection(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> "TrainerSection":
-        if (self.top_p < 1 or self.min_p) and self.top_k == 0:
-            key = "top_p" if self.top_p < 1 else "min_p"
-            raise ValueError(
-                f"{key} = {getattr(self, key)} needs top_k > 0 (for example 512): the server bounds the candidate set by it"
-            )
+        problems: list[tuple[str, Any, str]] = []
+        for key, on in (("top_p", self.top_p < 1), ("min_p", bool(self.min_p))):
+            if on and self.top_k == 0:
+                message = "needs top_k > 0, for example top_k = 512: the server bounds the candidate set by it"
+                problems.append((key, getattr(self, key), message))
         if self.bf16 and self.fp16:
-            raise ValueError("bf16 = true and fp16 = true exclude each other: set one of them to false")
+            problems.append(("bf16", True, "excludes fp16 = true: set one of them to false"))
         if self.max_steps == 0:
-            raise ValueError("max_steps = 0 trains nothing: set it to -1 (epochs decide) or to at least 1")
-        if self.lr_scheduler_type not in ("constant", "constant_with_warmup") and self.max_steps < 0:
-            raise ValueError(
-                f"lr_scheduler_type = {self.lr_scheduler_type!r} needs max_steps: the number of steps per epoch is not known in advance"
-            )
+            problems.append(("max_steps", 0, "trains nothing: set it to -1 (epochs decide) or to at least 1"))
+        if self.lr_scheduler_type not in ("constant", "constant_with_warmup", "inverse_sqrt") and self.max_steps < 0:
+            message = "needs max_steps of at least 1: the number of steps per epoch is not known in advance"
+            problems.append(("lr_scheduler_type", self.lr_scheduler_type, message))
+        if problems:
+            raise Impossible(problems)
         return self
 
 
@@ -198,6 +215,7 @@ class ServerSection(Section):
         None,
         title="Server that already runs",
         pattern=r"^https?://",
+        examples=["http://gpu-node:8000"],
         description="Base URL of a server that somebody else started; empty: the run starts its own.",
     )
     command: list[str] = Field(
@@ -217,6 +235,7 @@ class ServerSection(Section):
         None,
         title="KV cache",
         pattern=r"^[0-9]+[KMG]?$",
+        examples=["20G"],
         description="Memory of the KV cache, like 512M or 20G; empty: vLLM decides (on CPU: 256M).",
     )
     gpus: int = Field(1, title="GPUs", ge=0, description="GPUs of a server node; 0: CPU.")
@@ -239,13 +258,15 @@ class ServerSection(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> "ServerSection":
-        for line in self.environment:
-            if "=" not in line or not line.split("=", 1)[0].isidentifier():
-                raise ValueError(f"environment has {line!r}: write NAME=VALUE")
+        problems: list[tuple[str, Any, str]] = []
+        wrong = [line for line in self.environment if "=" not in line or not line.split("=", 1)[0].isidentifier()]
+        if wrong:
+            problems.append(("environment", wrong, 'each entry must be "NAME=VALUE"'))
         if self.gpus and self.tensor_parallel_size > self.gpus:
-            raise ValueError(
-                f"tensor_parallel_size = {self.tensor_parallel_size} is more than gpus = {self.gpus}: raise gpus or lower it"
-            )
+            message = f"is more than gpus = {self.gpus}: raise gpus or lower it"
+            problems.append(("tensor_parallel_size", self.tensor_parallel_size, message))
+        if problems:
+            raise Impossible(problems)
         return self
 
 
@@ -273,13 +294,15 @@ class LearnerSection(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> "LearnerSection":
+        problems: list[tuple[str, Any, str]] = []
         if self.gpus and self.processes_per_node != self.gpus:
-            raise ValueError(
-                f"processes_per_node = {self.processes_per_node} but gpus = {self.gpus}: "
-                "one process drives one GPU, so set them equal, or gpus = 0 for CPU"
-            )
+            message = f"differs from gpus = {self.gpus}: one process drives one GPU, so set them equal, or gpus = 0 for CPU"
+            problems.append(("processes_per_node", self.processes_per_node, message))
         if self.use_lora and "lm_head" in self.lora_target_modules:
-            raise ValueError("lora_target_modules has 'lm_head': an adapter on it is not supported, take it out")
+            message = "an adapter on lm_head is not supported: take it out"
+            problems.append(("lora_target_modules", self.lora_target_modules, message))
+        if problems:
+            raise Impossible(problems)
         return self
 
 
@@ -313,7 +336,9 @@ class RecoverySection(Section):
 class RunConfig(Section):
     """Everything about one run."""
 
-    name: Name = Field("run", title="Name", description="Start of the run's id: letters, digits, '.', '_' and '-'.")
+    name: Name = Field(
+        "run", title="Name", examples=["qwen3-maths"], description="Start of the run's id: letters, digits, '.', '_' and '-'."
+    )
     model: ModelSection = Field(title="Model", description="What is trained.")
     data: DataSection = Field(title="Data", description="Where prompts come from.")
     reward: RewardSection = Field(default_factory=RewardSection, title="Reward", description="What is rewarded.")
@@ -338,20 +363,19 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> "RunConfig":
-        if self.trainer.max_completion_length >= self.server.max_model_len:
-            raise ValueError(
-                f"trainer.max_completion_length = {self.trainer.max_completion_length} leaves no room for a prompt in "
-                f"server.max_model_len = {self.server.max_model_len}: raise the latter or lower the former"
-            )
-        if self.trainer.num_generations > self.server.max_num_seqs:
-            raise ValueError(
-                f"trainer.num_generations = {self.trainer.num_generations} is more than "
-                f"server.max_num_seqs = {self.server.max_num_seqs}: vLLM refuses such a request"
-            )
-        if self.server.enable_lora and self.server.max_lora_rank < self.learner.lora_rank:
-            raise ValueError(
-                f"learner.lora_rank = {self.learner.lora_rank} is more than server.max_lora_rank = {self.server.max_lora_rank}"
-            )
+        problems: list[tuple[str, Any, str]] = []
+        trainer, server, learner = self.trainer, self.server, self.learner
+        if trainer.max_completion_length >= server.max_model_len:
+            message = f"leaves no room for a prompt in server.max_model_len = {server.max_model_len}: raise that or lower this"
+            problems.append(("trainer.max_completion_length", trainer.max_completion_length, message))
+        if trainer.num_generations > server.max_num_seqs:
+            message = f"is more than server.max_num_seqs = {server.max_num_seqs}, and vLLM refuses such a request: raise that"
+            problems.append(("trainer.num_generations", trainer.num_generations, message))
+        if server.enable_lora and server.max_lora_rank < learner.lora_rank:
+            message = f"is more than server.max_lora_rank = {server.max_lora_rank}: raise that or lower this"
+            problems.append(("learner.lora_rank", learner.lora_rank, message))
+        if problems:
+            raise Impossible(problems)
         return self
 
     @property
