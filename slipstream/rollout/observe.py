@@ -1,0 +1,59 @@
+"""Metrics of a finished group. Pure: the group in, observations (name, value, weight) out."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.algorithm.advantages import carries_signal
+from slipstream.rollout.types import Observation, Rollout
+
+
+def trained_length(rollout: Rollout) -> int:
+    """Tokens that the model generated, without those of tools."""
+    return sum(len(turn.output_ids) if turn.output_mask is None else sum(turn.output_mask) for turn in rollout.turns)
+
+
+def terminated(rollout: Rollout, eos_token_ids: Sequence[int]) -> bool:
+    """Whether the last turn ends with an EOS token."""
+    return bool(rollout.turns) and bool(rollout.turns[-1].output_ids) and rollout.turns[-1].output_ids[-1] in eos_token_ids
+
+
+def duplicates(rollouts: Sequence[Rollout]) -> int:
+    """Rollouts that repeat an earlier one of their group token by token, over all turns."""
+    seen: set[tuple[tuple[int, ...], ...]] = set()
+    repeated = 0
+    for rollout in rollouts:
+        key = tuple(tuple(turn.output_ids) for turn in rollout.turns)
+        repeated += key in seen
+        seen.add(key)
+    return repeated
+
+
+def length_observations(rollouts: Sequence[Rollout], eos_token_ids: Sequence[int]) -> list[Observation]:
+    """`completions/*` of the rollouts that have any token."""
+    found: list[Observation] = []
+    lengths = [trained_length(rollout) for rollout in rollouts]
+    ended = [terminated(rollout, eos_token_ids) for rollout in rollouts]
+    finished = [length for length, end in zip(lengths, ended, strict=True) if end]
+    for prefix, values in (("", lengths), ("terminated_", finished)):
+        if values:
+            found.append((f"completions/mean_{prefix}length", float(np.mean(values)), len(values)))
+            found.append((f"completions/min_{prefix}length", min(values), 1))
+            found.append((f"completions/max_{prefix}length", max(values), 1))
+    if rollouts:
+        found.append(("completions/clipped_ratio", 1 - sum(ended) / len(ended), len(ended)))
+        found.append(("completions/duplicate_frac", duplicates(rollouts) / len(rollouts), len(rollouts)))
+    return found
+
+
+def reward_observations(rewards: NDArray[np.float64]) -> list[Observation]:
+    """`reward`, `reward_dropped`, `frac_reward_zero_std` of one group; `(num_generations,)`, NaN where unscored."""
+    scored = rewards[~np.isnan(rewards)]
+    kept = carries_signal(rewards)
+    found: list[Observation] = [("frac_reward_zero_std", 0.0 if kept else 1.0, 1)]
+    if len(scored):
+        found.append(("reward", float(scored.mean()), len(scored)))
+        if not kept:
+            found.append(("reward_dropped", float(scored.mean()), 1))
+    return found
