@@ -35,11 +35,13 @@ class Outstanding:
 
 
 def may_start(outstanding: Outstanding, allowance_total: int, trainer_waits: bool) -> bool:
-    """Whether one more group may be started.
+    """Whether one more group may be started; none before the trainer has published an allowance.
 
     One group at a time until the first has finished, as nothing is known about their size. A group may always start
     when the trainer waits and nothing is under way: otherwise a bound smaller than what a step needs would be a deadlock.
     """
+    if allowance_total <= 0:
+        return False
     under_way = outstanding.in_flight + outstanding.scoring
     if under_way == 0 and trainer_waits:
         return True

@@ -1,0 +1,156 @@
+"""Start, watch and stop the rollout process; its entry point."""
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import sys
+import time
+import traceback
+from multiprocessing import get_context
+from typing import Any
+
+from slipstream.process import die_with_parent
+from slipstream.rollout.main_module import describe_main, hidden_main, load_main
+from slipstream.rollout.setup import LoopSetup
+
+STOP_GRACE_S = 10.0
+
+
+class RolloutWorkerError(RuntimeError):
+    """The rollout process failed, died, or stopped beating. The message holds its traceback."""
+
+
+class NotPicklable(TypeError):
+    """Something handed to the rollout process cannot be pickled."""
+
+
+def dump_for_child(name: str, value: Any) -> bytes:
+    """Pickle one argument of the loop. Raises NotPicklable naming it."""
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise NotPicklable(
+            f"{name} = {value!r:.200} cannot be pickled ({error}): the rollout process is a separate one, so use functions "
+            "defined at module level, functools.partial, or instances of module-level classes; no lambdas or closures"
+        ) from error
+
+
+class RolloutWorker:
+    """The trainer's handle on the rollout process.
+
+    Shared with it: policy version, token allowance, whether the trainer waits, the heartbeat, the stop event, and queues.
+    """
+
+    def __init__(self, loop_cls: type, arguments: dict[str, Any], setup: LoopSetup, timeout_s: float) -> None:
+        """`arguments`: of the loop's constructor, without the shared values. Raises NotPicklable."""
+        self._context = get_context("spawn")
+        self._timeout_s = timeout_s
+        self.rollouts: Any = self._context.Queue()
+        self.metrics: Any = self._context.Queue()
+        self.commands: Any = self._context.Queue()
+        self._exceptions: Any = self._context.Queue()
+        self.version = self._context.Value("q", 0)
+        self.allowance = self._context.Value("q", 0)
+        self.trainer_waits = self._context.Value("b", 0)
+        self._heartbeat = self._context.Value("d", 0.0)
+        self._failed = self._context.Event()
+        self._stop = self._context.Event()
+        self._payload = {name: dump_for_child(name, value) for name, value in arguments.items()}
+        self._payload["loop_cls"] = dump_for_child("loop_cls", loop_cls)
+        self._payload["setup"] = dump_for_child("setup", setup)
+        self._process: Any = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        shared = {
+            "rollout_buffer": self.rollouts,
+            "model_version_value": self.version,
+            "token_allowance": self.allowance,
+            "heartbeat_value": self._heartbeat,
+            "failed_event": self._failed,
+            "exception_info_queue": self._exceptions,
+            "metrics_queue": self.metrics,
+            "trainer_waits": self.trainer_waits,
+            "stop_event": self._stop,
+            "commands": self.commands,
+        }
+        self._heartbeat.value = time.monotonic()
+        saved = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}
+        os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+        # only something pickled by reference to the user's script needs the script
+        main = describe_main() if any(b"__main__" in value for value in self._payload.values()) else None
+        try:
+            with hidden_main():
+                self._process = self._context.Process(
+                    target=run_child,
+                    args=(self._payload, shared, main, os.getpid()),
+                    name="slipstream-rollout",
+                    daemon=True,
+                )
+                self._process.start()
+        finally:
+            for name, value in saved.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    def check(self) -> None:
+        """Raise RolloutWorkerError where the process failed, died, or has not beaten for the timeout."""
+        if self._failed.is_set():
+            with contextlib.suppress(queue.Empty):
+                raise RolloutWorkerError("the rollout process failed:\n" + self._exceptions.get(timeout=5))
+            raise RolloutWorkerError("the rollout process failed, and could not say why")
+        if self._process is not None and not self._process.is_alive() and not self._stop.is_set():
+            code = self._process.exitcode
+            how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+            raise RolloutWorkerError(f"the rollout process died ({how}): out of memory, or killed from outside?")
+        silent = time.monotonic() - self._heartbeat.value
+        if silent > self._timeout_s:
+            raise RolloutWorkerError(
+                f"the rollout process has not beaten for {silent:.0f} s (rollout_worker_timeout = {self._timeout_s:g}): "
+                "a hook or reward function blocks its event loop"
+            )
+
+    def stop(self) -> None:
+        """Ask it to stop, and end it where it does not within seconds."""
+        self._stop.set()
+        if self._process is not None:
+            self._process.join(STOP_GRACE_S)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join(5)
+        for q in (self.rollouts, self.metrics, self.commands, self._exceptions):
+            q.cancel_join_thread()
+            q.close()
+
+
+def run_child(payload: dict[str, bytes], shared: dict[str, Any], main: tuple[str, str] | None, parent: int) -> None:
+    """Entry point of the rollout process."""
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches everybody; the trainer decides
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    code = 0
+    try:
+        load_main(main)
+        arguments = {name: pickle.loads(value) for name, value in payload.items()}
+        loop_cls = arguments.pop("loop_cls")
+        loop_cls(**arguments, **shared).run()
+    except BaseException:
+        code = 1
+        shared["exception_info_queue"].put(traceback.format_exc())
+        shared["failed_event"].set()
+    finally:
+        # the exception must reach the trainer; everything else may be lost
+        for name in ("rollout_buffer", "metrics_queue", "commands"):
+            shared[name].cancel_join_thread()
+        shared["exception_info_queue"].close()
+        shared["exception_info_queue"].join_thread()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
