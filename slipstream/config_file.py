@@ -54,7 +54,11 @@ class Problem:
     def __str__(self) -> str:
         if not self.key:
             return self.message
-        return f"{self.key}: {self.message}" if self.value is None else f"{self.key} = {format_value(self.value)}: {self.message}"
+        return (
+            f"{self.key}: {self.message}"
+            if self.value is None
+            else f"{self.key} = {format_value(self.value)}: {self.message}"
+        )
 
 
 class ConfigError(Exception):
@@ -145,10 +149,14 @@ def _malformed(text: str, error: str) -> str:
     """The decoder's message with the line that it points to."""
     lines = text.splitlines() or [""]
     found = re.search(r"^(.*) \(at line (\d+), column (\d+)\)$", error, re.DOTALL)
-    what, row, column = (found[1], int(found[2]), int(found[3])) if found else (
-        re.sub(r" \(at end of document\)$", "", error),
-        len(lines),
-        len(lines[-1]) + 1,
+    what, row, column = (
+        (found[1], int(found[2]), int(found[3]))
+        if found
+        else (
+            re.sub(r" \(at end of document\)$", "", error),
+            len(lines),
+            len(lines[-1]) + 1,
+        )
     )
     line = lines[min(row, len(lines)) - 1]
     hint = ' (text needs quotes: key = "value")' if what == "Invalid value" else ""
@@ -217,7 +225,7 @@ def _unknown_keys(values: dict[str, Any], prefix: str) -> Iterator[Problem]:
 
 
 def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
-    """The configuration, or every problem. What is faulty is put back to its default, so that the rest is judged too."""
+    """The configuration, or every problem: what is faulty gives way to its default, so that the rest is judged."""
     values = copy.deepcopy(values)
     problems: list[Problem] = []
     faulty: set[str] = set()

@@ -53,7 +53,9 @@ def _bounds(schema: dict[str, Any]) -> str:
 def _describe(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         examples = {"examples": schema["examples"]} if "examples" in schema else {}
-        return " or ".join(_describe({**option, **examples}) for option in schema["anyOf"] if option.get("type") != "null")
+        return " or ".join(
+            _describe({**option, **examples}) for option in schema["anyOf"] if option.get("type") != "null"
+        )
     if "enum" in schema:
         return "one of " + ", ".join(format_value(choice) for choice in schema["enum"])
     kind = schema.get("type")
@@ -68,7 +70,9 @@ def _describe(schema: dict[str, Any]) -> str:
     if "properties" in schema:
         return "a section: keys under a heading like [trainer]"
     if "pattern" in schema:
-        return "text like " + format_value(schema["examples"][0]) if "examples" in schema else f"text {schema['pattern']}"
+        return (
+            "text like " + format_value(schema["examples"][0]) if "examples" in schema else f"text {schema['pattern']}"
+        )
     return "text that is not empty" if schema.get("minLength") else "text"
 
 
@@ -81,7 +85,7 @@ def valid_values(key: str, entry: bool = False) -> str:
 
 
 def field_help(dotted: str) -> str:
-    """One paragraph about a key: its name, what it means, what it takes, its default. Raises KeyError on an unknown key."""
+    """A paragraph about a key: name, meaning, what it takes, its default. Raises KeyError on an unknown key."""
     schema = known_keys()[dotted]
     text = f"{dotted}: {schema['description']}"
     if is_section(dotted):

@@ -38,7 +38,7 @@ class ModelSection(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "float32",
         title="Trainer dtype",
-        description="Dtype that the trainer loads the weights in. The ratio between trainer and server is sensitive to it.",
+        description="Dtype of the trainer's weights. The ratio between trainer and server is sensitive to it.",
     )
     trust_remote_code: bool = Field(
         False, title="Trust remote code", description="Run Python code that ships with the model."
@@ -51,7 +51,8 @@ class DataSection(Section):
     source: str = Field(
         title="Training data",
         min_length=1,
-        description="Hub id, path of a .jsonl or .parquet file or of a datasets folder, or reasoning_gym:TASK?size=N&seed=N.",
+        description="Hub id, path of a .jsonl or .parquet file or of a datasets folder, "
+        "or reasoning_gym:TASK?size=N&seed=N.",
     )
     split: str = Field("train", title="Split", description="Split of a hub dataset or datasets folder.")
     shuffle: bool = Field(True, title="Shuffle", description="Visit the prompts in a new random order each epoch.")
@@ -76,7 +77,7 @@ class RewardSection(Section):
     paths: list[str] = Field(
         default_factory=list,
         title="Import paths",
-        description="Folders put on the import path to find the reward functions, relative to where the run is started.",
+        description="Folders put on the import path to find the functions, relative to where the run is started.",
     )
 
 
@@ -84,9 +85,7 @@ class TrainerSection(Section):
     """The algorithm and the optimizer. Names and defaults are those of `AsyncGRPOConfig`."""
 
     # --- duration and optimizer
-    max_steps: int = Field(
-        -1, title="Steps", ge=-1, description="Optimizer steps; -1: the number of epochs decides."
-    )
+    max_steps: int = Field(-1, title="Steps", ge=-1, description="Optimizer steps; -1: the number of epochs decides.")
     num_train_epochs: float = Field(3.0, title="Epochs", gt=0, description="Passes over the prompts.")
     learning_rate: float = Field(1e-6, title="Learning rate", gt=0, description="Peak learning rate of AdamW.")
     lr_scheduler_type: Literal[
@@ -106,7 +105,9 @@ class TrainerSection(Section):
     weight_decay: float = Field(0.0, title="Weight decay", ge=0, description="AdamW's decoupled weight decay.")
     adam_beta1: float = Field(0.9, title="Adam beta 1", ge=0, lt=1, description="Decay of the first moment.")
     adam_beta2: float = Field(0.999, title="Adam beta 2", ge=0, lt=1, description="Decay of the second moment.")
-    max_grad_norm: float = Field(1.0, title="Gradient clipping", ge=0, description="Largest gradient norm; 0: no clipping.")
+    max_grad_norm: float = Field(
+        1.0, title="Gradient clipping", ge=0, description="Largest gradient norm; 0: no clipping."
+    )
     gradient_accumulation_steps: int = Field(
         1, title="Accumulation", ge=1, description="Micro-batches per optimizer step; each is one row per process."
     )
@@ -135,14 +136,20 @@ class TrainerSection(Section):
 
     # --- asynchrony
     max_staleness: int = Field(
-        4, title="Staleness bound", ge=0, description="Weight updates that a sample may lag behind before it is dropped."
+        4,
+        title="Staleness bound",
+        ge=0,
+        description="Weight updates that a sample may lag behind before it is dropped.",
     )
     weight_sync_steps: int = Field(
         1, title="Steps between weight syncs", ge=1, description="Optimizer steps between deliveries to the server."
     )
     token_budget: int | None = Field(
-        None, title="Token budget", ge=1, description="Most tokens in a row (one process's part of a micro-batch). "
-        "Empty: the server's maximum sequence length."
+        None,
+        title="Token budget",
+        ge=1,
+        description="Most tokens in a row (one process's part of a micro-batch). "
+        "Empty: the server's maximum sequence length.",
     )
     max_concurrent_rollouts: int = Field(
         512, title="Concurrent rollouts", ge=1, description="Most rollouts in flight at once."
@@ -160,7 +167,9 @@ class TrainerSection(Section):
         None, title="Upper epsilon", gt=0, description="Upper clip of the ratio; empty: the same as epsilon."
     )
     score_centering: bool = Field(
-        True, title="Score centering", description="Subtract the score's expectation under the sampler (arXiv 2609.20807)."
+        True,
+        title="Score centering",
+        description="Subtract the score's expectation under the sampler (arXiv 2609.20807).",
     )
     vllm_importance_sampling_clip_min: float = Field(
         0.5, title="Smallest ratio", ge=0, le=1, description="Tokens with a smaller importance ratio are masked."
@@ -169,7 +178,10 @@ class TrainerSection(Section):
         5.0, title="Largest ratio", ge=1, description="Tokens with a larger importance ratio are masked."
     )
     num_sampler_logprobs: int = Field(
-        8, title="Sampler log-probabilities", ge=1, description="Likeliest tokens per position used for score centering."
+        8,
+        title="Sampler log-probabilities",
+        ge=1,
+        description="Likeliest tokens per position used for score centering.",
     )
 
     # --- logging and checkpoints
@@ -184,9 +196,14 @@ class TrainerSection(Section):
         ge=1,
         description="Optimizer steps between evaluations; empty: only before the first and after the last step.",
     )
-    log_completions: bool = Field(False, title="Log completions", description="Write sample completions to the records.")
+    log_completions: bool = Field(
+        False, title="Log completions", description="Write sample completions to the records."
+    )
     num_completions_to_print: int | None = Field(
-        None, title="Completions printed", ge=1, description="How many to print when completions are logged; empty: all."
+        None,
+        title="Completions printed",
+        ge=1,
+        description="How many to print when completions are logged; empty: all.",
     )
 
     @model_validator(mode="after")
@@ -230,7 +247,9 @@ class ServerSection(Section):
     max_model_len: int = Field(
         4096, title="Sequence length", ge=2, description="Most tokens of prompt and completion together."
     )
-    max_num_seqs: int = Field(256, title="Batch size", ge=1, description="Most requests that the server decodes at once.")
+    max_num_seqs: int = Field(
+        256, title="Batch size", ge=1, description="Most requests that the server decodes at once."
+    )
     kv_cache_memory: str | None = Field(
         None,
         title="KV cache",
@@ -239,7 +258,9 @@ class ServerSection(Section):
         description="Memory of the KV cache, like 512M or 20G; empty: vLLM decides (on CPU: 256M).",
     )
     gpus: int = Field(1, title="GPUs", ge=0, description="GPUs of a server node; 0: CPU.")
-    tensor_parallel_size: int = Field(1, title="Tensor parallel", ge=1, description="GPUs that one engine is split over.")
+    tensor_parallel_size: int = Field(
+        1, title="Tensor parallel", ge=1, description="GPUs that one engine is split over."
+    )
     data_parallel_size: int = Field(1, title="Data parallel", ge=1, description="Engines behind one address.")
     nodes: int = Field(1, title="Nodes", ge=1, description="Server nodes.")
     enable_lora: bool = Field(False, title="LoRA adapters", description="Let the server load adapters at run time.")
@@ -296,7 +317,9 @@ class LearnerSection(Section):
     def _possible(self) -> "LearnerSection":
         problems: list[tuple[str, Any, str]] = []
         if self.gpus and self.processes_per_node != self.gpus:
-            message = f"differs from gpus = {self.gpus}: one process drives one GPU, so set them equal, or gpus = 0 for CPU"
+            message = (
+                f"differs from gpus = {self.gpus}: one process drives one GPU, so set them equal, or gpus = 0 for CPU"
+            )
             problems.append(("processes_per_node", self.processes_per_node, message))
         if self.use_lora and "lm_head" in self.lora_target_modules:
             message = "an adapter on lm_head is not supported: take it out"
@@ -337,7 +360,10 @@ class RunConfig(Section):
     """Everything about one run."""
 
     name: Name = Field(
-        "run", title="Name", examples=["qwen3-maths"], description="Start of the run's id: letters, digits, '.', '_' and '-'."
+        "run",
+        title="Name",
+        examples=["qwen3-maths"],
+        description="Start of the run's id: letters, digits, '.', '_' and '-'.",
     )
     model: ModelSection = Field(title="Model", description="What is trained.")
     data: DataSection = Field(title="Data", description="Where prompts come from.")
@@ -351,9 +377,7 @@ class RunConfig(Section):
     learner: LearnerSection = Field(
         default_factory=LearnerSection, title="Learner", description="The torchrun job that trains."
     )
-    cluster: ClusterSection = Field(
-        default_factory=ClusterSection, title="Cluster", description="Where jobs run."
-    )
+    cluster: ClusterSection = Field(default_factory=ClusterSection, title="Cluster", description="Where jobs run.")
     storage: StorageSection = Field(
         default_factory=StorageSection, title="Storage", description="Where run folders lie."
     )
@@ -366,10 +390,12 @@ class RunConfig(Section):
         problems: list[tuple[str, Any, str]] = []
         trainer, server, learner = self.trainer, self.server, self.learner
         if trainer.max_completion_length >= server.max_model_len:
-            message = f"leaves no room for a prompt in server.max_model_len = {server.max_model_len}: raise that or lower this"
+            message = (
+                f"leaves no prompt room in server.max_model_len = {server.max_model_len}: raise that or lower this"
+            )
             problems.append(("trainer.max_completion_length", trainer.max_completion_length, message))
         if trainer.num_generations > server.max_num_seqs:
-            message = f"is more than server.max_num_seqs = {server.max_num_seqs}, and vLLM refuses such a request: raise that"
+            message = f"is more than server.max_num_seqs = {server.max_num_seqs}, which vLLM refuses: raise that"
             problems.append(("trainer.num_generations", trainer.num_generations, message))
         if server.enable_lora and server.max_lora_rank < learner.lora_rank:
             message = f"is more than server.max_lora_rank = {server.max_lora_rank}: raise that or lower this"
