@@ -1,0 +1,42 @@
+"""`--dry-run`: the resolved configuration and every command, without starting or writing anything."""
+
+import shlex
+import sys
+from pathlib import Path
+
+from cluster.submit import describe
+from slipstream.config_file import dump_config
+from slipstream.run_config import RunConfig
+from slipstream.run_folder import RunFolder
+from tasks.prepare import profile_of
+
+PORT = 8000  # stands for the free port that a real run takes
+
+
+def dry_run(config: RunConfig) -> str:
+    """The text that is printed. Raises ConfigError where the profile is wrong."""
+    from slipstream.learner.leader import torchrun_command
+
+    profile = profile_of(config)
+    run = RunFolder(Path(config.storage.root).expanduser() / f"{config.name}-dry-run")
+    parts = ["# --- configuration", dump_config(config).strip()]
+    if config.server.url:
+        parts += ["", f"# --- server: runs already, {config.server.url}"]
+    else:
+        parts += ["", "# --- server: job", describe(profile, run, "server", 1, config)]
+        parts += ["", "# --- server: command of its leader", _server(config, run)]
+    parts += ["", "# --- learner: job", describe(profile, run, "learner", 1, config)]
+    parts += ["", "# --- learner: command of its leader", shlex.join(torchrun_command(config, run, 1))]
+    return "\n".join(parts) + "\n"
+
+
+def _server(config: RunConfig, run: RunFolder) -> str:
+    from slipstream.serving.command import CommandError, server_command, vllm_python
+
+    try:
+        python = vllm_python()
+    except CommandError:
+        python = f"{Path(sys.prefix).parent}/.venv-vllm/bin/python"
+    argv, environment = server_command(config, run, PORT, python)
+    lines = [f"{name}={shlex.quote(value)} \\" for name, value in sorted(environment.items())]
+    return "\n".join([*lines, shlex.join(argv)])

@@ -1,0 +1,177 @@
+"""The command line: `slipstream`. Heavy imports happen inside the commands, so that --help is quick."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from slipstream.run_folder import RunFolder
+
+HOME = Path(__file__).resolve().parents[2]
+SET = click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
+ROOT = click.option("--root", metavar="FOLDER", help="Storage root that RUN is looked up in.")
+
+
+def fail_plainly(command: Callable[..., int]) -> Callable[..., None]:
+    """Turn a command's result into the exit code, and errors into a message: 2 for a refusal, 1 for anything else."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        from cluster.profile import ClusterError
+        from slipstream.config_file import ConfigError
+        from slipstream.run_folder import RunFolderError
+        from tasks.outcome import NothingToResume
+
+        try:
+            code = command(*args, **kwargs)
+        except (ConfigError, RunFolderError, ClusterError, NothingToResume) as error:
+            click.echo(f"error: {error}", err=True)
+            code = 2
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            code = 130
+        except click.ClickException:
+            raise
+        except Exception as error:
+            name = type(error).__name__
+            click.echo(f"error: {error}" if name in PLAIN else f"error: {name}: {error}", err=True)
+            code = 1
+        sys.exit(code)
+
+    return run
+
+
+PLAIN = ("RunFailed", "RunCancelled", "PrefectUnavailable", "CommandError")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="slipstream-rl")
+def main() -> None:
+    """Train language models by asynchronous reinforcement learning."""
+
+
+def find_run(name: str, root: str | None) -> "RunFolder":
+    """The run at a path, or with an id under the storage root. Raises RunFolderError."""
+    from slipstream.run_config import StorageSection
+    from slipstream.run_folder import RUN_FILE, RunFolder, RunFolderError
+
+    storage = Path(root or StorageSection().root).expanduser()
+    for path in (Path(name).expanduser(), storage / name):
+        if (path / RUN_FILE).is_file():
+            return RunFolder.open(path)
+    known = sorted(path.parent.name for path in storage.glob(f"*/{RUN_FILE}"))
+    raise RunFolderError(
+        f"there is no run {name!r}: neither a run folder at that path nor a run of that id in {storage.absolute()}"
+        + (f" (the newest there: {', '.join(known[-3:])})" if known else " (which holds no run); --root names another")
+    )
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@SET
+@click.option("--dry-run", is_flag=True, help="Print the configuration and all commands; start nothing.")
+@fail_plainly
+def train(config: Path, overrides: tuple[str, ...], dry_run: bool) -> int:
+    """Train a model as the TOML file CONFIG says."""
+    again = ["slipstream", "train", str(config), *_flags(overrides), "--set", "trainer.learning_rate=…"]
+    return _train(config, overrides, dry_run, again)
+
+
+@main.command()
+@SET
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of prompts and sampling.")
+@click.option("--dry-run", is_flag=True, help="Print the configuration and all commands; start nothing.")
+@fail_plainly
+def demo(overrides: tuple[str, ...], seed: int | None, dry_run: bool) -> int:
+    """Teach a tiny model two-digit addition, on this machine, in minutes."""
+    import os
+
+    config = HOME / "examples" / "demo.toml"
+    if not config.is_file():
+        raise click.ClickException(f"there is no {config}: the demo needs a checkout of the repository")
+    os.chdir(HOME)
+    if seed is not None:
+        overrides = (*overrides, f"trainer.seed={seed}")
+    other = (seed or 0) + 1
+    again = ["slipstream", "demo", "--seed", str(other), "--set", "trainer.learning_rate=1e-4"]
+    return _train(config, overrides, dry_run, again)
+
+
+def _flags(overrides: tuple[str, ...]) -> list[str]:
+    return [part for text in overrides for part in ("--set", text)]
+
+
+def _train(path: Path, overrides: tuple[str, ...], dry: bool, again: list[str]) -> int:
+    from slipstream.config_file import load_config
+
+    config = load_config(path, overrides)
+    if dry:
+        from flows.cli.dry_run import dry_run
+
+        click.echo(dry_run(config), nl=False)
+        return 0
+    from slipstream.run_folder import new_run_id
+    from tasks.prepare import check
+
+    check(config)  # refuse before Prefect is started; the flow checks again
+    from flows.cli.session import run_train
+
+    return run_train(config, new_run_id(config.name), again)
+
+
+@main.command()
+@click.argument("run")
+@ROOT
+@fail_plainly
+def resume(run: str, root: str | None) -> int:
+    """Continue RUN (a path, or an id in the storage root) from its newest complete checkpoint."""
+    from flows.cli.session import run_resume
+
+    folder = find_run(run, root)
+    return run_resume(folder, ["slipstream", "train", str(folder.run_file), "--set", "trainer.learning_rate=…"])
+
+
+@main.command()
+@click.argument("run")
+@ROOT
+@click.option("--why", default="slipstream stop", help="Reason, for the record.")
+@fail_plainly
+def stop(run: str, root: str | None, why: str) -> int:
+    """Stop RUN: record the request, then stop its jobs."""
+    import getpass
+
+    from tasks.stop import stop as stop_run
+
+    folder = find_run(run, root)
+    stopped = stop_run(folder, getpass.getuser(), why)
+    names = ", ".join(f"{job.role} (job {job.job_id})" for job in stopped)
+    click.echo(f"stopped {names}" if stopped else f"{folder.run_id}: no job was running here")
+    return 0
+
+
+@main.command()
+@click.argument("run")
+@ROOT
+@fail_plainly
+def status(run: str, root: str | None) -> int:
+    """Show how RUN stands."""
+    from flows.cli.summary import status as status_text
+
+    click.echo(status_text(find_run(run, root)))
+    return 0
+
+
+@main.command()
+@click.argument("run")
+@ROOT
+@fail_plainly
+def report(run: str, root: str | None) -> int:
+    """Write RUN's report and print its path."""
+    from slipstream.metrics.report import write_report
+
+    click.echo(str(write_report(find_run(run, root))))
+    return 0

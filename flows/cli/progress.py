@@ -1,0 +1,159 @@
+"""Live progress: a display on a terminal, a line per logging window elsewhere. Reads the run folder only."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flows.cli.snapshot import HELD_OUT, REWARD, Snapshot, take_snapshot
+from slipstream.run_folder import RunFolder
+
+TICKS = "▁▂▃▄▅▆▇█"
+REFRESH_S = 0.5
+
+# label, metric, format; what is shown beside the reward
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("staleness", "sample/staleness_mean", "{:.2f}"),
+    ("generated tok/s", "rollout/generated_tokens_per_s", "{:,.0f}"),
+    ("trained tok/s", "perf/wall_clock_trained_tokens_per_s", "{:,.0f}"),
+    ("queue", "rollout/queue_size", "{:.0f}"),
+)
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """The last values as a row of bars, averaged down to `width`."""
+    if not values:
+        return ""
+    size = max(1, -(-len(values) // width))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    span = high - low
+    return "".join(TICKS[int((value - low) / span * (len(TICKS) - 1))] if span else TICKS[0] for value in means)
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _value(metrics: dict[str, Any], name: str, form: str) -> str:
+    value = metrics.get(name)
+    return form.format(value) if isinstance(value, int | float) else "–"
+
+
+def window_line(window: dict[str, Any], max_steps: int, elapsed_s: float) -> str:
+    """One logging window as a plain line."""
+    step = int(window.get("step", 0))
+    parts = [f"[{clock(elapsed_s)}] step {step}" + (f"/{max_steps}" if max_steps else "")]
+    for label, name in (("reward", REWARD), ("held-out reward", HELD_OUT)):
+        if name in window:
+            parts.append(f"{label} {_value(window, name, '{:.3f}')}")
+    parts += [f"{label} {_value(window, name, form)}" for label, name, form in COLUMNS if name in window]
+    return "  ".join(parts)
+
+
+def phase_text(snapshot: Snapshot) -> str:
+    """What is going on, in words: both parts while they load."""
+    if snapshot.phase in ("the server is starting", "the learner is starting", "starting"):
+        return f"server: {snapshot.server or 'starting'} · learner: {snapshot.learner or 'starting'}"
+    if snapshot.phase == "training" and snapshot.learner:
+        return snapshot.learner
+    return snapshot.phase
+
+
+def render(snapshot: Snapshot, elapsed_s: float) -> RenderableType:
+    """The display of one moment."""
+    head = Text.assemble(
+        (snapshot.run_id, "bold"),
+        f"  attempt {snapshot.attempt}" if snapshot.attempt > 1 else "",
+        f"  {clock(elapsed_s)}  ",
+        (phase_text(snapshot), "cyan"),
+    )
+    bar = Table.grid(padding=(0, 1))
+    total = snapshot.max_steps or None
+    bar.add_row(
+        "step",
+        Text(f"{snapshot.step}" + (f"/{total}" if total else ""), style="bold"),
+        ProgressBar(total=total or 1, completed=snapshot.step if total else 0, width=40),
+    )
+    table = Table.grid(padding=(0, 2))
+    rewards = [value for _, value in snapshot.rewards]
+    recent = f"{rewards[-1]:.3f}" if rewards else "–"
+    table.add_row("reward", Text(recent, style="bold green"), Text(sparkline(rewards), style="green"))
+    if snapshot.held_out:
+        (_, first), (_, last) = snapshot.held_out[0], snapshot.held_out[-1]
+        change = f"{first:.3f}" + (f" → {last:.3f}" if len(snapshot.held_out) > 1 else "")
+        table.add_row("held-out reward", Text(change, style="bold"), "")
+    rest = "   ".join(f"{label} {_value(snapshot.metrics, name, form)}" for label, name, form in COLUMNS)
+    return Group(head, bar, table, Text(rest))
+
+
+class PlainPrinter:
+    """Prints each phase and each new logging window once."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._phase = ""
+        self._printed = 0
+
+    def show(self, snapshot: Snapshot, elapsed_s: float) -> None:
+        phase = phase_text(snapshot)
+        if phase != self._phase and not (self._printed and phase == snapshot.learner):
+            self._phase = phase
+            self._write(f"[{clock(elapsed_s)}] {phase}")
+        for window in snapshot.windows[self._printed :]:
+            self._write(window_line(window, snapshot.max_steps, elapsed_s))
+        self._printed = len(snapshot.windows)
+
+
+@contextlib.contextmanager
+def progress(run: RunFolder, console: Console | None = None) -> Iterator[None]:
+    """Show the run's progress from a thread while the body runs."""
+    console = console or Console()
+    started = time.monotonic()
+    done = threading.Event()
+
+    def elapsed() -> float:
+        return time.monotonic() - started
+
+    if console.is_terminal:
+        live = Live(render(take_snapshot(run), 0), console=console, auto_refresh=False)
+
+        def show() -> None:
+            live.update(render(take_snapshot(run), elapsed()), refresh=True)
+
+        context: contextlib.AbstractContextManager[Any] = live
+    else:
+        printer = PlainPrinter(lambda line: print(line, flush=True))
+
+        def show() -> None:
+            printer.show(take_snapshot(run), elapsed())
+
+        context = contextlib.nullcontext()
+
+    def loop() -> None:
+        while not done.wait(REFRESH_S):
+            try:
+                show()
+            except (OSError, ValueError) as error:  # a display must not end a run
+                print(f"progress: {error}", file=sys.stderr)
+
+    with context:
+        thread = threading.Thread(target=loop, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(5)
+            with contextlib.suppress(OSError, ValueError):
+                show()

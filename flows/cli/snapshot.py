@@ -1,0 +1,76 @@
+"""What the displays show of a run, read from its folder alone."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.run_folder import RunFolder, read_json
+from tasks.observe import endpoint, heartbeat
+
+REWARD = "reward"
+HELD_OUT = "eval/reward"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run as it stands now. `metrics` holds the newest value of each metric; histories are (step, value)."""
+
+    run_id: str
+    attempt: int = 0
+    phase: str = "preparing"
+    server: str = ""
+    learner: str = ""
+    step: int = 0
+    max_steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    windows: list[dict[str, Any]] = field(default_factory=list)
+
+
+def take_snapshot(run: RunFolder) -> Snapshot:
+    """Read the run's heartbeats and records; a run that is only being prepared gives an empty snapshot."""
+    attempts = run.attempts()
+    if not attempts:
+        return Snapshot(run.run_id)
+    attempt = attempts[-1]
+    server = heartbeat(run, "server-0", attempt)
+    learner = heartbeat(run, "learner", attempt)
+    supervisor = heartbeat(run, "supervisor", attempt)
+    windows = list(run.merged_records("metrics.jsonl"))
+    metrics: dict[str, float] = {}
+    for window in windows:
+        metrics |= {key: value for key, value in window.items() if isinstance(value, int | float) and key != "attempt"}
+    return Snapshot(
+        run_id=run.run_id,
+        attempt=attempt,
+        phase=str(supervisor.get("phase", "starting")),
+        server="ready" if endpoint(run, attempt) else str(server.get("phase", "starting")),
+        learner=str(learner.get("phase", "starting")),
+        step=int(learner.get("step") or metrics.get("step", 0)),
+        max_steps=max(0, int(learner.get("max_steps") or 0)),
+        metrics=metrics,
+        rewards=history(windows, REWARD),
+        held_out=history(windows, HELD_OUT),
+        windows=windows,
+    )
+
+
+def history(windows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """(step, value) of one metric, in the order of the records."""
+    return [(int(w.get("step", 0)), float(w[name])) for w in windows if isinstance(w.get(name), int | float)]
+
+
+def held_out_before_after(run: RunFolder) -> tuple[float | None, float | None]:
+    """The first and the last held-out reward of the run; None where it was not measured."""
+    values = history(list(run.merged_records("metrics.jsonl")), HELD_OUT)
+    before = values[0][1] if values else None
+    after = values[-1][1] if len(values) > 1 else None
+    return before, after
+
+
+def wall_time_s(run: RunFolder) -> float | None:
+    """Seconds from the start of the run to its end (or to now); both were written by the flow's host."""
+    started = (read_json(run.path / "origin.json") or {}).get("time")
+    ended = (read_json(run.path / "outcome.json") or {}).get("time", time.time())
+    return float(ended) - float(started) if started else None

@@ -1,0 +1,56 @@
+"""What is printed at the end of a run, and by `slipstream status`."""
+
+import shlex
+from collections.abc import Sequence
+
+from cluster.jobs import job_view, latest_job
+from flows.cli.progress import clock, phase_text
+from flows.cli.snapshot import held_out_before_after, take_snapshot, wall_time_s
+from slipstream.run_folder import RunFolder, read_json
+
+
+def _reward(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3f}"
+
+
+def summary(run: RunFolder, again: Sequence[str]) -> str:
+    """The end of a finished run: results, where things lie, and the command that repeats it with other settings."""
+    snapshot = take_snapshot(run)
+    result = read_json(run.path / "result.json") or {}
+    before, after = held_out_before_after(run)
+    seconds = wall_time_s(run)
+    checkpoints = run.output(snapshot.attempt)
+    metrics = run.records(snapshot.attempt) / "metrics.jsonl"
+    lines = [
+        f"{run.run_id} has finished",
+        f"  held-out reward  {_reward(before)} → {_reward(after)}",
+        f"  steps            {result.get('steps', snapshot.step)}",
+        f"  wall time        {clock(seconds) if seconds is not None else 'unknown'}",
+        f"  checkpoints      {checkpoints}",
+        f"  metrics          {metrics}",
+        f"  report           {run.report_file}",
+        "again, with other settings:",
+        f"  {shlex.join(again)}",
+    ]
+    return "\n".join(lines)
+
+
+def status(run: RunFolder) -> str:
+    """A run's state now: outcome or phase, jobs, step and newest metrics."""
+    snapshot = take_snapshot(run)
+    outcome = read_json(run.path / "outcome.json")
+    ended = isinstance(outcome, dict) and outcome.get("attempt") == snapshot.attempt
+    state = f"{outcome['kind']}: {outcome['reason']}" if ended and outcome else phase_text(snapshot)
+    step = f"{snapshot.step}" + (f" of {snapshot.max_steps}" if snapshot.max_steps else "")
+    lines = [str(run.path), f"  state     {state}", f"  attempt   {snapshot.attempt}", f"  step      {step}"]
+    for role in ("server", "learner"):
+        job = latest_job(run, snapshot.attempt, role)
+        if job is not None:
+            view = job_view(run, job)
+            lines.append(f"  {role:<9} {view.state} (job {job.job_id}){' – ' + view.reason if view.reason else ''}")
+    before, after = held_out_before_after(run)
+    if snapshot.rewards:
+        lines.append(f"  reward    {snapshot.rewards[-1][1]:.3f}")
+    if before is not None:
+        lines.append(f"  held-out  {_reward(before)}" + (f" → {_reward(after)}" if after is not None else ""))
+    return "\n".join(lines)

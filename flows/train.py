@@ -1,0 +1,128 @@
+"""The training flow: prepare → start server → start learner → supervise → finish.
+
+The tasks are thin over `tasks/`; the run folder, not Prefect, remembers the run. No task is cached: a cached one would
+hand a resumed run the job of a dead one. No result is persisted.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from cluster.decide import Decision, Kind, Observation
+from slipstream.run_config import RunConfig
+from slipstream.run_folder import RunFolder
+from tasks import finish as finishing
+from tasks import prepare as preparing
+from tasks import start as starting
+from tasks import stop as stopping
+from tasks import supervise as supervising
+from tasks.interrupt import uninterrupted
+from tasks.outcome import Outcome, RunCancelled, RunFailed
+
+OPTIONS: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
+
+
+@task(name="prepare", **OPTIONS)
+def prepare(config: RunConfig, run_id: str | None) -> tuple[str, int]:
+    prepared = preparing.prepare(config, run_id)
+    get_run_logger().info("run folder %s", prepared.run.path)
+    return str(prepared.run.path), prepared.attempt
+
+
+@task(name="prepare resume", **OPTIONS)
+def prepare_resume(run_dir: str) -> tuple[str, int]:
+    prepared = preparing.resume_prepare(run_dir)
+    for note in prepared.notes:
+        get_run_logger().info(note)
+    return str(prepared.run.path), prepared.attempt
+
+
+@task(name="start server", **OPTIONS)
+def start_server(run_dir: str, attempt: int) -> str | None:
+    job = starting.start_server(RunFolder(run_dir), attempt)
+    return job.job_id if job else None
+
+
+@task(name="start learner", **OPTIONS)
+def start_learner(run_dir: str, attempt: int) -> str:
+    return starting.start_learner(RunFolder(run_dir), attempt).job_id
+
+
+@task(name="supervise", **OPTIONS)
+def supervise(run_dir: str, attempt: int) -> Outcome:
+    log = get_run_logger()
+    said = ""
+
+    def tell(_seen: Observation, decision: Decision) -> None:
+        nonlocal said
+        if decision.reason != said:
+            said = decision.reason
+            log.info(said)
+
+    return supervising.supervise(RunFolder(run_dir), attempt, tell)
+
+
+@task(name="finish", **OPTIONS)
+def finish(run_dir: str, attempt: int, outcome: Outcome) -> str:
+    return str(finishing.finish(RunFolder(run_dir), attempt, outcome))
+
+
+def _run_attempt(run_dir: str, attempt: int) -> str:
+    """The body of both flows. Whatever ends it, no job of the attempt is left."""
+    run = RunFolder(run_dir)
+    ended: Outcome | None = None
+    try:
+        start_server(run_dir, attempt)
+        start_learner(run_dir, attempt)
+        outcome = supervise(run_dir, attempt)
+    except BaseException as error:
+        ended = _outcome_of(error)
+        raise
+    finally:
+        with uninterrupted():
+            if ended is not None:
+                if ended.kind is Kind.CANCELLED:
+                    stopping.request_cancel(run, "flow", ended.reason)
+                stopping.stop_jobs(run, attempt)
+                finishing.finish_failed(run, attempt, ended)
+    finish(run_dir, attempt, outcome)
+    return run_dir
+
+
+def _outcome_of(error: BaseException) -> Outcome:
+    if isinstance(error, RunFailed):
+        return error.outcome
+    if isinstance(error, RunCancelled):
+        return Outcome(Kind.CANCELLED, error.reason)
+    if isinstance(error, Exception):
+        return Outcome(Kind.FAIL, f"{type(error).__name__}: {error}")
+    return Outcome(Kind.CANCELLED, f"interrupted by {type(error).__name__}")
+
+
+@flow(name="train", persist_result=False)
+def train(config: RunConfig, run_id: str | None = None) -> str:
+    """Train a model with asynchronous reinforcement learning.
+
+    Args:
+        config: everything about the run.
+        run_id: name of the run's folder; empty: made from the configuration's name, the time and a random part.
+
+    Returns the run folder. Raises ConfigError, RunFolderError, RunFailed, RunCancelled.
+    """
+    run_dir, attempt = prepare(config, run_id)
+    return _run_attempt(run_dir, attempt)
+
+
+@flow(name="resume", persist_result=False)
+def resume(run_dir: str) -> str:
+    """Continue a run from its newest complete checkpoint, as a new attempt of the same run.
+
+    Args:
+        run_dir: the run folder; a path, absolute or relative to where the flow runs.
+
+    Returns the run folder. Raises what `train` raises, and NothingToResume.
+    """
+    run_dir, attempt = prepare_resume(str(Path(run_dir).absolute()))
+    return _run_attempt(run_dir, attempt)

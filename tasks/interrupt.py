@@ -1,0 +1,39 @@
+"""Sections that Ctrl-C cannot break."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def uninterrupted(deliver_after: bool = False) -> Iterator[None]:
+    """Hold back INT, TERM and HUP inside (in the main thread; in others Python delivers none).
+
+    Handlers, not SIG_IGN: processes started inside would inherit that.
+
+    Args:
+        deliver_after: deliver the first signal that came once the section is left; otherwise it is dropped, which is
+            right for a clean-up that a signal has begun.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, _frame: FrameType | None) -> None:
+        held.append(number)
+
+    previous = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+    if deliver_after and held:
+        signal.raise_signal(held[0])

@@ -1,0 +1,72 @@
+"""How a run ends."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.decide import Kind
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of an attempt: `kind` is finish, fail or cancelled; `log` and `last_lines` explain a failure."""
+
+    kind: Kind
+    reason: str
+    role: str | None = None
+    log: str = ""
+    last_lines: str = ""
+
+
+class RunFailed(Exception):
+    """A run failed: which part, why, and what its log says last."""
+
+    def __init__(self, run_dir: str, outcome: Outcome) -> None:
+        self.run_dir = run_dir
+        self.outcome = outcome
+        super().__init__(run_dir, outcome)  # so that it survives a pickle
+
+    @property
+    def role(self) -> str | None:
+        return self.outcome.role
+
+    @property
+    def reason(self) -> str:
+        return self.outcome.reason
+
+    @property
+    def last_lines(self) -> str:
+        return self.outcome.last_lines
+
+    def __str__(self) -> str:
+        text = f"the run failed: {self.outcome.reason}"
+        if self.outcome.last_lines:
+            text += f"\n--- last lines of {self.outcome.log}\n{self.outcome.last_lines}"
+        return text
+
+
+class RunCancelled(Exception):
+    """A person (or a signal) asked the run to stop."""
+
+    def __init__(self, run_dir: str, reason: str) -> None:
+        self.run_dir = run_dir
+        self.reason = reason
+        super().__init__(run_dir, reason)
+
+    def __str__(self) -> str:
+        return f"the run was stopped: {self.reason}"
+
+
+class NothingToResume(Exception):
+    """The run has finished, or its folder cannot be continued; the text says why and what to do instead."""
+
+
+def outcome_record(outcome: Outcome, attempt: int, time: float) -> dict[str, Any]:
+    return {
+        "attempt": attempt,
+        "kind": str(outcome.kind),
+        "role": outcome.role,
+        "reason": outcome.reason,
+        "log": outcome.log,
+        "last_lines": outcome.last_lines,
+        "time": time,
+    }

@@ -1,0 +1,38 @@
+"""Stopping a run: who and why on storage first, then the jobs."""
+
+import time
+
+from cluster.jobs import JobRecord, cancel_jobs
+from slipstream.run_folder import RunFolder, write_json
+from tasks.interrupt import uninterrupted
+from tasks.prepare import all_jobs, log_event
+
+# A learner finishes its step and leaves; a server ends its requests. Longer than the leaders' own grace for children.
+GRACE_S = 40.0
+
+
+def request_cancel(run: RunFolder, who: str, why: str) -> bool:
+    """Record that the run is to stop; the first request is kept. Returns whether this was the first."""
+    if run.cancel_file.exists():
+        return False
+    write_json(run.cancel_file, {"who": who, "why": why, "time": time.time()})
+    return True
+
+
+def stop_jobs(run: RunFolder, attempt: int, grace_s: float = GRACE_S) -> list[JobRecord]:
+    """Stop every live job of this attempt and of earlier ones. Returns those that were alive.
+
+    Idempotent, and not broken by a second Ctrl-C. A later attempt is another supervisor's.
+    """
+    with uninterrupted():
+        stopped = cancel_jobs([job for job in all_jobs(run) if job.attempt <= attempt], grace_s)
+        if stopped:
+            log_event(run, attempt, "stopped: " + ", ".join(f"{job.role} (job {job.job_id})" for job in stopped))
+    return stopped
+
+
+def stop(run: RunFolder, who: str, why: str, grace_s: float = GRACE_S) -> list[JobRecord]:
+    """Stop a run from outside: its supervisor sees the request, and its jobs are stopped even where none lives."""
+    request_cancel(run, who, why)
+    with uninterrupted():
+        return cancel_jobs(all_jobs(run), grace_s)
