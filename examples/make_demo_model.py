@@ -4,7 +4,8 @@
 
 writes `demo_model/` (float32 weights, character tokenizer with a chat template, generation config) and
 `demo_data/train.jsonl` and `demo_data/heldout.jsonl` (conversational prompts with their `answer`) under the output
-folder. The same seed on the same versions of torch and transformers gives the same files. One CPU thread, a few minutes.
+folder. The same seed on the same versions of torch and transformers gives the same files. It takes one CPU thread and a
+few minutes.
 
 Reinforcement learning needs a start that is right sometimes. So the model first learns addition from correct answers
 and then from answers of which most are a little wrong, until a sampled answer (temperature 1) is right about three
@@ -135,7 +136,9 @@ def warm_start(model: Qwen3ForCausalLM, pairs: Sequence[Pair], seed: int) -> Non
         if not noisy and reward >= CLEAN_REWARD:
             noisy = True
             print(f"step {step}: reward {reward:.3f}, now with wrong answers", flush=True)
-    raise RuntimeError(f"the warm start did not end within MOST_STEPS = {MOST_STEPS} steps: raise it or the learning rates")
+    raise RuntimeError(
+        f"the warm start did not end within MOST_STEPS = {MOST_STEPS} steps: raise it or the learning rates"
+    )
 
 
 def write_pairs(path: Path, pairs: Sequence[Pair]) -> None:
@@ -146,7 +149,9 @@ def write_pairs(path: Path, pairs: Sequence[Pair]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder that gets demo_model, demo_data")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent, help="folder that gets demo_model, demo_data"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the weights and the warm start")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
