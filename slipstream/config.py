@@ -6,7 +6,7 @@ The algorithm's defaults are those of `slipstream.run_config.TrainerSection`, an
 import dataclasses
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 
@@ -38,11 +38,11 @@ class AsyncGRPOConfig(TrainingArguments):
     lr_scheduler_type: str = _field("lr_scheduler_type")
     logging_steps: float = _field("logging_steps")
     gradient_checkpointing: bool = _field("gradient_checkpointing")
-    bf16: bool | None = _field("bf16")
+    bf16: bool | None = _field("bf16")  # type: ignore[assignment]  # None until __post_init__
     ignore_data_skip: bool = field(
         default=True, metadata={"help": "Always true: a live rollout queue cannot be replayed by skipping batches."}
     )
-    report_to: None | str | list[str] = field(default="none", metadata={"help": "Integrations to log to."})
+    report_to: str | list[str] | None = field(default="none", metadata={"help": "Integrations to log to."})
     optim: str = field(default="adamw_torch_fused", metadata={"help": "The optimizer."})
 
     # the model
@@ -101,17 +101,17 @@ class AsyncGRPOConfig(TrainingArguments):
     run_dir: str | None = field(default=None, metadata={"help": "The run folder; None outside a run."})
     attempt: int = field(default=1, metadata={"help": "Attempt of the run, counted from 1."})
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "chat_template_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "chat_template_kwargs"]
 
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = not self.fp16
         if self.output_dir is None:
             self.output_dir = "trainer_output"
-        if any(f.name == "activation_checkpointing" for f in dataclasses.fields(TrainingArguments)):
-            # transformers 5.2x renamed the field; the specification's name keeps working, without its warning
-            if self.activation_checkpointing is None:
-                self.activation_checkpointing = self.gradient_checkpointing
+        # transformers 5.2x renamed the field; the specification's name keeps working, without its warning
+        renamed = any(f.name == "activation_checkpointing" for f in dataclasses.fields(TrainingArguments))
+        if renamed and self.activation_checkpointing is None:
+            self.activation_checkpointing = self.gradient_checkpointing
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False
         super().__post_init__()

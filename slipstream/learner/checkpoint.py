@@ -62,7 +62,9 @@ def verify(checkpoint: Path, checksums: bool = True) -> None:
         if not path.is_file():
             raise CheckpointError(f"{checkpoint} is damaged: {name} is missing")
         if path.stat().st_size != expected["bytes"]:
-            raise CheckpointError(f"{checkpoint} is damaged: {name} has {path.stat().st_size} bytes of {expected['bytes']}")
+            raise CheckpointError(
+                f"{checkpoint} is damaged: {name} has {path.stat().st_size} bytes of {expected['bytes']}"
+            )
         if checksums and _digest(path) != expected["sha256"]:
             raise CheckpointError(f"{checkpoint} is damaged: {name} has another checksum than when it was written")
 

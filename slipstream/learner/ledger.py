@@ -32,7 +32,9 @@ class NothingTrained(RuntimeError):
 class Ledger:
     """Settles prompts. Single-threaded: everything happens on the training thread, so a line's step is unambiguous."""
 
-    def __init__(self, length: int, position: Position, write: Callable[[dict[str, Any]], None] = lambda line: None) -> None:
+    def __init__(
+        self, length: int, position: Position, write: Callable[[dict[str, Any]], None] = lambda line: None
+    ) -> None:
         """`length`: prompts in the dataset; `write`: where lines go."""
         self._length = length
         self._first = position.first_unsettled

@@ -169,7 +169,9 @@ class VLLMClient:
         if self._session is not None:
             await self._session.close()
 
-    async def generate(self, prompt_ids: list[int], *, n: int, max_tokens: int, seed: int, lora: str | None = None) -> list[Choice]:
+    async def generate(
+        self, prompt_ids: list[int], *, n: int, max_tokens: int, seed: int, lora: str | None = None
+    ) -> list[Choice]:
         """Sample `n` sequences from one prompt.
 
         Raises:
@@ -179,7 +181,7 @@ class VLLMClient:
         sampling = {**self._settings.parameters(), "n": n, "max_tokens": max_tokens, "seed": seed}
         head = self._settings.head_size
         if self._generate_route:
-            body = {
+            body: dict[str, Any] = {
                 "model": lora or self._model,
                 "token_ids": prompt_ids,
                 "sampling_params": {**sampling, "logprobs": self._settings.num_logprobs, "detokenize": False},

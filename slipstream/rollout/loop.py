@@ -6,6 +6,7 @@ To change a step, subclass `AsyncRolloutLoop`, override its method and set the s
 import asyncio
 import contextlib
 import contextvars
+import functools
 import math
 import time
 from collections import deque
@@ -35,8 +36,6 @@ RECENT_GROUPS = 64
 
 class RolloutAborted(Exception):
     """A rollout in flight fell behind `max_staleness`."""
-
-
 
 
 # (prompt number, generation, [turns so far]) of the rollout that is being generated
@@ -101,7 +100,9 @@ class AsyncRolloutLoop:
 
         self._reward_names = unique_names(reward_funcs)
         self._groups: dict[asyncio.Task[None], int] = {}  # task of a group in flight -> its version at the start
-        self._score_queue: asyncio.Queue[tuple[int, RolloutGroup, list[Rollout | None]]] = asyncio.Queue(score_queue_maxsize)
+        self._score_queue: asyncio.Queue[tuple[int, RolloutGroup, list[Rollout | None]]] = asyncio.Queue(
+            score_queue_maxsize
+        )
         self._scoring = 0
         self._finished_cost = 0
         self._recent_costs: deque[int] = deque(maxlen=RECENT_GROUPS)
@@ -117,7 +118,9 @@ class AsyncRolloutLoop:
         self._client = VLLMClient(
             config.vllm_server_base_url,
             model_name,
-            SamplingSettings(config.temperature, config.top_p, config.top_k, config.min_p, head, tuple(self.eos_token_ids)),
+            SamplingSettings(
+                config.temperature, config.top_p, config.top_k, config.min_p, head, tuple(self.eos_token_ids)
+            ),
             token_file=config.vllm_server_token_file,
             timeout_s=config.vllm_server_timeout,
             use_generate_route=setup.use_generate_route,
@@ -216,7 +219,9 @@ class AsyncRolloutLoop:
             and self.environment_factory is None
         )
 
-    async def _generate_group(self, number: int, prompt: list[Message], prompt_ids: list[int]) -> list[Rollout | Exception]:
+    async def _generate_group(
+        self, number: int, prompt: list[Message], prompt_ids: list[int]
+    ) -> list[Rollout | Exception]:
         count = self.config.num_generations
         if self._coalesces:
             started = self.model_version
@@ -240,7 +245,9 @@ class AsyncRolloutLoop:
 
         return list(await asyncio.gather(*(one(generation) for generation in range(count))))
 
-    async def _run_group(self, number: int, row_index: int, row: dict[str, Any], prompt_ids: list[int], version: int) -> None:
+    async def _run_group(
+        self, number: int, row_index: int, row: dict[str, Any], prompt_ids: list[int], version: int
+    ) -> None:
         begun = time.monotonic()
         outcomes = await self._generate_group(number, row["prompt"], prompt_ids)
         failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
@@ -306,7 +313,9 @@ class AsyncRolloutLoop:
         group.rewards = total_rewards(by_function, group)
         advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
         if advantages.shape != group.rewards.shape:
-            raise ValueError(f"compute_advantages returned shape {advantages.shape} for {group.rewards.shape[0]} rollouts")
+            raise ValueError(
+                f"compute_advantages returned shape {advantages.shape} for {group.rewards.shape[0]} rollouts"
+            )
         advantages = np.where(np.isnan(group.rewards), 0.0, advantages)
 
         dropped: dict[str, int] = {}
@@ -444,13 +453,13 @@ class AsyncRolloutLoop:
             task = asyncio.create_task(self._run_group(number, row_index, row, prompt_ids, version))
             self._groups[task] = version
             self._in_flight_rollouts += self.config.num_generations
-            task.add_done_callback(lambda done, n=number, r=row_index: self._group_done(done, n, r))
+            task.add_done_callback(functools.partial(self._group_done, number, row_index))
             await asyncio.sleep(0)
         while self._groups or self._scoring:
             await asyncio.sleep(POLL_S)
         self._buffer.put(t.EndOfData(self._handed_over))
 
-    def _group_done(self, task: asyncio.Task[None], number: int, row_index: int) -> None:
+    def _group_done(self, number: int, row_index: int, task: asyncio.Task[None]) -> None:
         self._groups.pop(task, None)
         self._in_flight_rollouts -= self.config.num_generations
         if task.cancelled():

@@ -6,6 +6,7 @@ script only up to where it makes a trainer: by then everything that it passes to
 """
 
 import contextlib
+import functools
 import os
 import runpy
 import sys
@@ -64,10 +65,8 @@ def load_main(description: tuple[str, str] | None) -> None:
     kind, name = description
     namespace: dict[str, Any] = {}
     try:
-        if kind == "module":
-            namespace = runpy.run_module(name, run_name="__mp_main__", alter_sys=True)
-        else:
-            namespace = _run_path(name)
+        run_module = functools.partial(runpy.run_module, run_name="__mp_main__", alter_sys=True)
+        namespace = run_module(name) if kind == "module" else _run_path(name)
     except ReachedTrainer as reached:
         frame = reached.__traceback__
         while frame is not None:

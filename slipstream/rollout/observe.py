@@ -16,7 +16,9 @@ def trained_length(rollout: Rollout) -> int:
 
 def terminated(rollout: Rollout, eos_token_ids: Sequence[int]) -> bool:
     """Whether the last turn ends with an EOS token."""
-    return bool(rollout.turns) and bool(rollout.turns[-1].output_ids) and rollout.turns[-1].output_ids[-1] in eos_token_ids
+    return (
+        bool(rollout.turns) and bool(rollout.turns[-1].output_ids) and rollout.turns[-1].output_ids[-1] in eos_token_ids
+    )
 
 
 def duplicates(rollouts: Sequence[Rollout]) -> int:

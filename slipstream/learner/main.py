@@ -1,0 +1,129 @@
+"""One rank of the learner, started by torchrun: from a run folder to a trained model.
+
+torchrun … -m slipstream.learner.main RUN_DIR --attempt N
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.learner.leader import read_config
+from slipstream.process import Heartbeat, die_with_parent, new_incarnation
+from slipstream.run_config import RunConfig, TrainerSection
+from slipstream.run_folder import RunFolder, read_json
+
+# fields of the trainer section that AsyncGRPOConfig does not take under the same name
+_OWN = {"bf16", "eval_steps"}
+
+
+def wait_for_endpoint(run: RunFolder, attempt: int, timeout_s: float) -> dict[str, Any]:
+    """The server's endpoint of this attempt, once it is published. Raises TimeoutError."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        endpoint = read_json(run.endpoint_file())
+        if endpoint and endpoint["attempt"] == attempt:
+            return endpoint
+        time.sleep(0.2)
+    raise TimeoutError(f"no server of attempt {attempt} within {timeout_s:g} s: see {run.log_file('server', attempt)}")
+
+
+def trainer_arguments(
+    config: RunConfig, run: RunFolder, attempt: int, endpoint: dict[str, Any], has_gpu: bool
+) -> dict[str, Any]:
+    """Keyword arguments of `AsyncGRPOConfig` for one attempt of a run."""
+    section = config.trainer
+    arguments: dict[str, Any] = {
+        name: getattr(section, name) for name in TrainerSection.model_fields if name not in _OWN
+    }
+    arguments.update(
+        output_dir=str(run.output(attempt)),
+        run_dir=str(run.path),
+        attempt=attempt,
+        bf16=(has_gpu and not section.fp16) if section.bf16 is None else section.bf16,
+        use_cpu=not has_gpu,
+        ddp_backend="nccl" if has_gpu else "gloo",
+        dtype=config.model.dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        model_init_kwargs={"revision": config.model.revision} if config.model.revision else None,
+        train_sampling_strategy="random" if config.data.shuffle else "sequential",
+        eval_strategy="no" if section.eval_steps is None or config.data.eval_source is None else "steps",
+        eval_steps=section.eval_steps,
+        save_strategy="steps",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        vllm_server_base_url=endpoint["url"],
+        vllm_server_token_file=str(run.token_file) if endpoint.get("authenticated") else None,
+    )
+    return arguments
+
+
+def train(run: RunFolder, config: RunConfig, attempt: int, reporter: Any, main_rank: bool) -> dict[str, Any]:
+    """Build the trainer of this rank and train; what `result.json` says."""
+    import torch
+    from transformers.trainer_callback import PrinterCallback
+
+    from slipstream.config import AsyncGRPOConfig
+    from slipstream.data import load_dataset_source
+    from slipstream.learner.trainer import AsyncGRPOTrainer
+    from slipstream.rewards.resolve import resolve_reward
+
+    rewards = [resolve_reward(name, config.reward.paths) for name in config.reward.functions]
+    dataset = load_dataset_source(config.data.source, config.data.split)
+    held_out = None
+    if config.data.eval_source is not None:
+        held_out = load_dataset_source(config.data.eval_source, config.data.eval_split)
+        if config.data.eval_size is not None:
+            held_out = held_out.select(range(min(config.data.eval_size, len(held_out))))
+    reporter.phase("waiting for the server")
+    endpoint = wait_for_endpoint(run, attempt, config.server.startup_timeout + 60)
+    reporter.phase("loading the model")
+    has_gpu = config.learner.gpus > 0 and torch.cuda.is_available()
+    args = AsyncGRPOConfig(**trainer_arguments(config, run, attempt, endpoint, has_gpu))
+    trainer = AsyncGRPOTrainer(config.model.name, rewards, args, dataset, eval_dataset=held_out, reporter=reporter)
+    trainer.remove_callback(PrinterCallback)
+    checkpoint = run.fence(attempt).get("checkpoint")
+    begun = time.monotonic()
+    trainer.train(resume_from_checkpoint=str(run.path / checkpoint) if checkpoint else None)
+    trainer.save_model(str(run.output(attempt) / "final"))
+    return {
+        "steps": trainer.state.global_step,
+        "seconds": time.monotonic() - begun,
+        "evaluations": trainer.evaluations,
+        "model": str(run.output(attempt) / "final"),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="slipstream.learner.main", description="One rank of the learner.")
+    parser.add_argument("run_dir", help="the run folder")
+    parser.add_argument("--attempt", type=int, required=True, help="number of the attempt")
+    arguments = parser.parse_args(argv)
+    die_with_parent()
+    run = RunFolder.open(Path(arguments.run_dir))
+    config = read_config(run)
+    main_rank = os.environ.get("RANK", "0") == "0"
+    from slipstream.learner.reporter import Reporter
+
+    heartbeat = None
+    if main_rank:
+        heartbeat = Heartbeat(run, "learner", arguments.attempt, new_incarnation()).start()
+        heartbeat.update(phase="loading", step=0, max_steps=config.trainer.max_steps)
+    reporter = Reporter(run, arguments.attempt, heartbeat) if main_rank else Reporter()
+    result = train(run, config, arguments.attempt, reporter, main_rank)
+    if main_rank:
+        reporter.result(result)
+    if heartbeat is not None:
+        heartbeat.stop(phase="finished")
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""What a learner writes about itself into the run folder; outside a run: nothing."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from slipstream.process import Heartbeat
+from slipstream.run_folder import RunFolder, append_jsonl, write_json
+
+
+class Reporter:
+    """Records of one attempt, written by rank 0. Without a run folder every call does nothing."""
+
+    def __init__(self, run: RunFolder | None = None, attempt: int = 1, heartbeat: Heartbeat | None = None) -> None:
+        self._records: Path | None = None
+        self._run = run
+        self._attempt = attempt
+        self._heartbeat = heartbeat
+        self._progress = 0
+        if run is not None:
+            self._records = run.records(attempt)
+            self._records.mkdir(parents=True, exist_ok=True)
+
+    def phase(self, name: str, **values: Any) -> None:
+        """Say what the learner does now. Counts as progress."""
+        self.advance(phase=name, **values)
+
+    def advance(self, **values: Any) -> None:
+        """Work was done: the supervisor judges a run by this, not by signs of life."""
+        self._progress += 1
+        if self._heartbeat is not None:
+            self._heartbeat.update(progress=self._progress, **values)
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        if self._records is not None:
+            append_jsonl(self._records / "metrics.jsonl", {"step": step, "time": time.time(), **values})
+
+    def ledger(self, line: dict[str, Any]) -> None:
+        if self._records is not None:
+            append_jsonl(self._records / "ledger.jsonl", line)
+
+    def event(self, kind: str, step: int, **values: Any) -> None:
+        if self._records is not None:
+            append_jsonl(self._records / "events.jsonl", {"event": kind, "step": step, "time": time.time(), **values})
+
+    def completions(self, step: int, table: list[dict[str, Any]]) -> None:
+        if self._records is not None and table:
+            folder = self._records / "completions"
+            folder.mkdir(exist_ok=True)
+            with open(folder / f"step-{step:06d}.jsonl", "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in table)
+
+    def result(self, value: dict[str, Any]) -> None:
+        """The run's result: its presence says that the learner has finished."""
+        if self._run is not None:
+            write_json(self._run.path / "result.json", {"attempt": self._attempt, "time": time.time(), **value})

@@ -1,0 +1,75 @@
+"""Delivery of the policy to the server, and the policy's version."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.serving.labels import make_label
+from slipstream.serving.transport import ParameterInfo, SyncTimes, WeightTransport
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A sharded parameter whole (a collective over its ranks); any other as it is."""
+    gather = getattr(tensor, "full_tensor", None)
+    return gather() if callable(gather) else tensor
+
+
+def policy_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and full value of every parameter under its checkpoint name; tied ones once.
+
+    Every rank of a sharded model must run through it in step.
+    """
+    for name, parameter in model.named_parameters():
+        yield name, full_tensor(parameter.detach())
+
+
+class PolicySync:
+    """Counts weight updates, and delivers them to the server from rank 0.
+
+    Args:
+        transport: on rank 0; None on the others, which only take part in gathering sharded parameters.
+        run_id, attempt: for the label on the server.
+        dtype: that the weights travel in; None: their own.
+        version: the policy version at the start (after a resume: the checkpoint's).
+    """
+
+    def __init__(
+        self, transport: WeightTransport | None, run_id: str, attempt: int, dtype: torch.dtype | None, version: int
+    ) -> None:
+        self._transport = transport
+        self._run_id = run_id
+        self._attempt = attempt
+        self._dtype = dtype
+        self.version = version
+
+    def connect(self) -> None:
+        if self._transport is not None:
+            self._transport.connect()
+
+    def deliver(self, model: nn.Module) -> SyncTimes | None:
+        """Send the weights as they are, under the current version. Raises TransferError; never hangs."""
+        if self._transport is None:
+            for _ in policy_tensors(model):
+                pass
+            return None
+        infos = [ParameterInfo(name, self._dtype or p.dtype, tuple(p.shape)) for name, p in model.named_parameters()]
+        label = make_label(self._run_id, self._attempt, self.version)
+        return self._transport.send(infos, policy_tensors(model), label)
+
+    def advance(self, model: nn.Module) -> SyncTimes | None:
+        """The policy has changed: count a version and deliver it."""
+        self.version += 1
+        return self.deliver(model)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def wire_dtype(server_dtype: str | None) -> torch.dtype | None:
+    """The dtype that a server keeps its weights in, from its own words; None where it is not known."""
+    name = (server_dtype or "").removeprefix("torch.")
+    value: Any = getattr(torch, name, None) if name in ("float32", "bfloat16", "float16") else None
+    return value

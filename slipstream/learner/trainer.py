@@ -1,0 +1,506 @@
+"""`AsyncGRPOTrainer`: transformers' `Trainer`, fed by a live queue of rollouts."""
+
+import math
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback
+
+from slipstream.algorithm.loss import LossSettings, ratio_stats, token_loss
+from slipstream.config import AsyncGRPOConfig
+from slipstream.data import fingerprint
+from slipstream.learner import checkpoint as ckpt
+from slipstream.learner.feed import PlannedMicroBatch, StepPlan
+from slipstream.learner.forward import to_tensors, token_terms
+from slipstream.learner.pipeline import Pipeline
+from slipstream.learner.reporter import Reporter
+from slipstream.learner.sync import PolicySync
+from slipstream.metrics.window import Window
+from slipstream.packing.trie import pack
+from slipstream.rollout.loop import AsyncRolloutLoop
+from slipstream.rollout.main_module import stop_here_in_rollout_process
+from slipstream.rollout.scoring import unique_names
+
+WAIT_FOR_ROLLOUTS = timedelta(days=7)  # rank 0 watches the rollout process; the other ranks only wait for rank 0
+
+
+class _Hooks(TrainerCallback):
+    """Where the transformers loop calls back."""
+
+    def __init__(self, trainer: "AsyncGRPOTrainer") -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._trainer._start_pipeline()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._trainer._optimizer_begun = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._trainer._finish_step()
+
+
+class _Steps:
+    """The "data loader": asks the trainer for one micro-batch after the other, and for no more than a step needs."""
+
+    def __init__(self, trainer: "AsyncGRPOTrainer") -> None:
+        self._trainer = trainer
+
+    def __iter__(self) -> Any:
+        while (step := self._trainer._next_step()) is not None:
+            yield from step
+
+
+class AsyncGRPOTrainer(Trainer):
+    """Trains with asynchronous GRPO: a vLLM server generates while this process trains.
+
+    Args:
+        model: hub id or folder, or a loaded model.
+        reward_funcs: one or several callables; they run in the rollout process, so each must be picklable.
+        args: the configuration.
+        train_dataset: rows with a conversational `prompt`; other columns reach the rewards.
+        processing_class: the tokenizer; None loads the model's.
+        eval_dataset: held-out rows for `evaluate`.
+        reporter: where records go; None outside a run.
+
+    Raises:
+        ValueError, TypeError: what cannot work, naming the argument and the way out.
+    """
+
+    loop_cls: type[AsyncRolloutLoop] = AsyncRolloutLoop
+    args: AsyncGRPOConfig
+    model: Any
+    processing_class: Any
+    train_dataset: Any
+    eval_dataset: Any
+    optimizer: Any
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Callable[..., Any] | list[Callable[..., Any]] | None = None,
+        args: AsyncGRPOConfig | None = None,
+        train_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        environment_factory: Any = None,
+        *,
+        eval_dataset: Any = None,
+        reporter: Reporter | None = None,
+    ) -> None:
+        stop_here_in_rollout_process()
+        args = args if args is not None else AsyncGRPOConfig()
+        self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
+        self._check_arguments(args, train_dataset, peft_config, tools, environment_factory)
+        model, name = self._load_model(model, args)
+        if processing_class is None:
+            processing_class = AutoTokenizer.from_pretrained(
+                name,
+                trust_remote_code=args.trust_remote_code,
+                revision=_as_dict(args.model_init_kwargs).get("revision"),
+            )
+        if not getattr(processing_class, "chat_template", None):
+            raise ValueError(
+                f"the tokenizer of {name!r} has no chat template, so a conversational prompt cannot be rendered: set "
+                "tokenizer.chat_template, or use the instruct variant of the model"
+            )
+        if processing_class.pad_token is None:
+            processing_class.pad_token = processing_class.eos_token
+        self.model_name = name
+        self.reporter = reporter or Reporter()
+        self._window = Window()
+        self._pipeline: Pipeline | None = None
+        self._sync = PolicySync(None, "", args.attempt, None, 0)
+        self._resumed: tuple[ckpt.RolloutState, Path] | None = None
+        self._plan: StepPlan | None = None
+        self._ended = False
+        self._num_tokens = 0
+        self._optimizer_begun = self._step_begun = time.monotonic()
+        self._forward_backward_s = 0.0
+        self.evaluations: list[dict[str, float]] = []
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=_identity,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self.add_callback(_Hooks(self))
+        self.model.config.use_cache = False
+        self._warn_dropout()
+        self._objects = (
+            dist.new_group(backend="gloo", timeout=WAIT_FOR_ROLLOUTS) if self.accelerator.num_processes > 1 else None
+        )
+        self._settings = LossSettings(
+            args.score_centering,
+            args.vllm_importance_sampling_clip_min,
+            args.vllm_importance_sampling_clip_max,
+            args.epsilon,
+            args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        )
+
+    # ---- construction
+
+    def _check_arguments(self, args: Any, dataset: Any, peft_config: Any, tools: Any, environment: Any) -> None:
+        if dataset is None:
+            raise ValueError("train_dataset is missing: pass rows with a conversational 'prompt' column")
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(f"train_dataset of type {type(dataset).__name__} has no length: pass a datasets.Dataset")
+        if len(dataset) == 0:
+            raise ValueError("train_dataset is empty")
+        if "prompt" not in dataset.column_names:
+            raise ValueError(f"train_dataset has no 'prompt' column, only {', '.join(dataset.column_names)}")
+        first = dataset[0]["prompt"]
+        if not (
+            isinstance(first, list) and first and isinstance(first[0], dict) and {"role", "content"} <= set(first[0])
+        ):
+            raise ValueError(
+                f"train_dataset: 'prompt' must be a list of messages with role and content, not {first!r:.200}; for plain "
+                'text use [{"role": "user", "content": text}]'
+            )
+        if not self.reward_funcs:
+            raise ValueError("reward_funcs is missing: pass one function or a list of them")
+        for function in self.reward_funcs:
+            if not callable(function):
+                raise ValueError(
+                    f"reward_funcs: {function!r} is not callable; a reward model must be behind a function"
+                )
+        for name, value in (("peft_config", peft_config), ("tools", tools), ("environment_factory", environment)):
+            if value:
+                raise ValueError(f"{name} is not supported yet: leave it out")
+
+    @staticmethod
+    def _load_model(model: str | PreTrainedModel, args: AsyncGRPOConfig) -> tuple[PreTrainedModel, str]:
+        if not isinstance(model, str):
+            if model.config._attn_implementation != "sdpa":
+                model.set_attn_implementation("sdpa")
+            return model, model.config._name_or_path
+        kwargs = {"dtype": args.dtype, **_as_dict(args.model_init_kwargs), "attn_implementation": "sdpa"}
+        loaded = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=args.trust_remote_code, **kwargs)
+        return loaded, model
+
+    def _warn_dropout(self) -> None:
+        for name, module in self.model.named_modules():
+            if isinstance(module, torch.nn.Dropout) and module.p > 0:
+                warnings.warn(
+                    f"{name} has dropout {module.p}: the ratio of trainer to sampler differs from 1 even for fresh "
+                    "samples; set it to 0 in the model's config",
+                    stacklevel=3,
+                )
+                return
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """EOS: the generation config's list and the tokenizer's."""
+        found = getattr(self.model.generation_config, "eos_token_id", None)
+        ids = list(found) if isinstance(found, (list, tuple)) else [found]
+        ids.append(self.processing_class.eos_token_id)
+        return sorted({int(i) for i in ids if i is not None})
+
+    # ---- training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; with `resume_from_checkpoint` (a path, or True for the newest complete one) continue.
+
+        Raises CheckpointError on an incomplete checkpoint or one of another dataset, RolloutWorkerError, TransferError.
+        """
+        config = self.args
+        if resume_from_checkpoint is True:
+            found = ckpt.complete_checkpoints(Path(str(config.output_dir)))
+            if not found:
+                raise ckpt.CheckpointError(f"no complete checkpoint in {config.output_dir}: start without resuming")
+            resume_from_checkpoint = str(found[-1][1])
+        self._resumed = self._read_state(Path(resume_from_checkpoint)) if resume_from_checkpoint else None
+        epoch_based = config.max_steps <= 0
+        end = math.ceil(config.num_train_epochs * len(self.train_dataset)) if epoch_based else None
+        if epoch_based:  # the number of steps is not known; every step settles at least one sample
+            config.max_steps = max(1, end or 0) * config.num_generations
+        self._ended = False
+        try:
+            if self._is_main:
+                self._pipeline = Pipeline(self, end, self._resumed)
+            output = super().train(resume_from_checkpoint or None, *args, **kwargs)
+            self._save_last()
+            if self.eval_dataset is not None and config.eval_strategy == "no":
+                self.evaluate()
+            self.reporter.phase("finished", step=self.state.global_step)
+            return output
+        finally:
+            if epoch_based:
+                config.max_steps = -1
+            self._close_pipeline()
+
+    @property
+    def _is_main(self) -> bool:
+        return self.accelerator.process_index == 0
+
+    def _read_state(self, path: Path) -> tuple[ckpt.RolloutState, Path]:
+        if self._is_main:
+            ckpt.verify(path)
+        state = ckpt.RolloutState.read(path)
+        shuffle, seed = self._order
+        state.check_same_data(fingerprint(self.train_dataset), len(self.train_dataset), shuffle, seed)
+        return state, path
+
+    @property
+    def _order(self) -> tuple[bool, int]:
+        """Whether prompts are shuffled, and by which seed."""
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return self.args.train_sampling_strategy == "random", seed
+
+    def _start_pipeline(self) -> None:
+        """The model is loaded, prepared and (on resume) restored: deliver it, then let generation begin."""
+        version = self._resumed[0].model_version if self._resumed else 0
+        if self._pipeline is not None:
+            self._sync = self._pipeline.make_sync(version)
+            self._pipeline.start(version, self.state.global_step)
+        else:
+            self._sync = PolicySync(None, "", self.args.attempt, None, version)
+        self.reporter.phase("delivering weights", step=self.state.global_step, max_steps=self.args.max_steps)
+        self._sync.connect()
+        self._sync.deliver(self.accelerator.unwrap_model(self.model_wrapped))
+        if self._pipeline is not None:
+            self._pipeline.open()
+        if self.eval_dataset is not None and self._resumed is None and not self.args.eval_on_start:
+            self.evaluate()
+        self._step_begun = time.monotonic()
+
+    def get_train_dataloader(self) -> Any:
+        return _Steps(self)
+
+    def _next_step(self) -> list[dict[str, Any]] | None:
+        """This rank's micro-batches of the next optimizer step; None when the run is over. Blocks until they are there.
+
+        There are always `gradient_accumulation_steps` of them: a last, shorter step is filled up with rows without loss
+        terms, and `num_micro_batches` says how many count.
+        """
+        if self._ended or self.state.global_step >= self.args.max_steps:
+            return None
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        shares: list[Any] = [None] * ranks
+        if self._pipeline is not None:
+            self.reporter.phase("waiting for rollouts", step=self.state.global_step)
+            self._plan = self._pipeline.feed.next_step(self._sync.version)
+            self.reporter.phase("training", step=self.state.global_step)
+            if self._plan is not None:
+                shares = [self._share(self._plan.micro_batches, r) for r in range(ranks)]
+        mine = [None]
+        if self._objects is None:
+            mine = shares
+        else:
+            dist.scatter_object_list(mine, shares if rank == 0 else None, src=0, group=self._objects)
+        if mine[0] is None:
+            self._ended = True
+            return None
+        self._forward_backward_s = 0.0
+        return mine[0]
+
+    def _share(self, batches: list[PlannedMicroBatch], rank: int) -> list[dict[str, Any]]:
+        counted = [
+            {"row": b.rows[rank], "num_tokens": b.num_tokens, "num_micro_batches": len(batches)} for b in batches
+        ]
+        filler = {"row": pack([]), "num_tokens": 1, "num_micro_batches": len(batches)}
+        return counted + [filler] * (self.args.gradient_accumulation_steps - len(batches))
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
+        batches: list[Any] = []
+        for batch in epoch_iterator:
+            batches.append(batch)
+            if len(batches) == num_batches:
+                break
+        if not batches:
+            self.control.should_epoch_stop = self.control.should_training_stop = True
+        return batches, None
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of one row; transformers' own scaling must not come on top of ours."""
+        begun = time.monotonic()
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        self._forward_backward_s += time.monotonic() - begun
+        return loss.detach()
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """This rank's part of a micro-batch's loss, scaled so that averaging over ranks and adding over micro-batches
+        gives: the mean over micro-batches of (sum over tokens / tokens over all ranks)."""
+        row = inputs["row"]
+        terms, entropy = token_terms(model, to_tensors(row, self.args.device), self.args.temperature)
+        total = token_loss(terms, self._settings).sum()
+        loss = total * (self.accelerator.num_processes / (inputs["num_tokens"] * inputs["num_micro_batches"]))
+        if row.num_terms:
+            self._observe(row, terms, entropy)
+        return (loss, terms) if return_outputs else loss
+
+    def _observe(self, row: Any, terms: Any, entropy: torch.Tensor) -> None:
+        stats, count, add = ratio_stats(terms, self._settings), row.num_terms, self._window.add
+        add("sampling/sampling_logp_difference/mean", stats.logp_difference.mean().item(), count)
+        add("sampling/sampling_logp_difference/max", stats.logp_difference.max().item())
+        add("sampling/importance_sampling_ratio/mean", stats.ratio.mean().item(), count)
+        add("sampling/importance_sampling_ratio/min", stats.ratio.min().item())
+        add("sampling/importance_sampling_ratio/max", stats.ratio.max().item())
+        add("sampling/masked_mean", stats.masked.float().mean().item(), count)
+        if self._settings.score_centering:
+            add("sampling/sampler_mass", stats.sampler_mass.mean().item(), count)
+        add("entropy", entropy.mean().item(), count)
+        owner = torch.from_numpy(row.sample).long()
+        sizes = torch.bincount(owner, minlength=row.num_samples).clamp_min(1)
+        for side, clipped in (("low", stats.clipped_low.cpu()), ("high", stats.clipped_high.cpu())):
+            share = torch.bincount(owner, weights=clipped.double(), minlength=row.num_samples) / sizes
+            add(f"clip_ratio/{side}_mean", clipped.float().mean().item(), count)
+            add(
+                f"clip_ratio/{side}_{'min' if side == 'low' else 'max'}",
+                (share.min() if side == "low" else share.max()).item(),
+            )
+        add("clip_ratio/region_mean", (stats.clipped_low | stats.clipped_high).float().mean().item(), count)
+
+    def _finish_step(self) -> None:
+        """The optimizer has stepped: settle the step's prompts, and deliver the new policy."""
+        add = self._window.add
+        add("perf/fwd_bwd_s", self._forward_backward_s)
+        add("perf/optimizer_s", time.monotonic() - self._optimizer_begun)
+        if self._pipeline is not None and self._plan is not None:
+            self._pipeline.feed.step_finished(self._plan)
+            self._num_tokens += sum(row.num_tokens for b in self._plan.micro_batches for row in b.rows)
+        if self.state.global_step % self.args.weight_sync_steps == 0:
+            begun = time.monotonic()
+            self.reporter.phase("delivering weights", step=self.state.global_step)
+            times = self._sync.advance(self.accelerator.unwrap_model(self.model_wrapped))
+            if self._pipeline is not None:
+                self._pipeline.worker.version.value = self._sync.version
+            if times is not None:
+                add("perf/weight_sync_s", time.monotonic() - begun)
+                add("perf/weight_sync_pause_s", times.pause_s)
+                add("perf/weight_sync_transfer_s", times.transfer_s)
+        now = time.monotonic()
+        seconds = now - self._step_begun
+        add("perf/step_s", seconds)
+        if self._plan is not None:
+            trained = sum(b.num_tokens for b in self._plan.micro_batches)
+            add("perf/wall_clock_trained_tokens_per_s", trained / seconds, seconds)
+        self._step_begun = now
+        self.reporter.advance(step=self.state.global_step, max_steps=self.args.max_steps)
+
+    # ---- logging, evaluation
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "grad_norm" in logs or "loss" in logs:
+            logs.update(self._reduce_window())
+        if self._pipeline is not None:
+            self.state.epoch = self._pipeline.ledger.settled / len(self.train_dataset)
+            if "loss" in logs:
+                logs["num_tokens"] = self._num_tokens
+        super().log(logs, start_time)
+        if self._is_main and not any(key.startswith("train_") for key in logs):
+            self.reporter.metrics(
+                self.state.global_step, {k: v for k, v in logs.items() if isinstance(v, (int, float))}
+            )
+
+    def _reduce_window(self) -> dict[str, float]:
+        """The window over all ranks; the same on each."""
+        if self._pipeline is not None:
+            self._pipeline.drain_metrics()
+        state = self._window.state()
+        self._window.reduce()
+        states: list[Any] = [state]
+        if self._objects is not None:
+            states = [None] * self.accelerator.num_processes
+            dist.all_gather_object(states, state, group=self._objects)
+        merged = Window()
+        for part in states:
+            merged.merge(part)
+        return merged.reduce()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Mean reward of one rollout per held-out prompt with the policy on the server; logged as `eval/*`.
+
+        Returns `{"eval_reward": …}` on every rank.
+        """
+        if self.eval_dataset is None:
+            raise ValueError("evaluate needs an eval_dataset")
+        box: list[Any] = [None]
+        if self._pipeline is not None:
+            self.reporter.phase("evaluating", step=self.state.global_step)
+            request = len(self.evaluations) + 1
+            self._pipeline.worker.commands.put(("evaluate", request))
+            box = [self._pipeline.inbox.answer("evaluate", request).metrics]
+        if self._objects is not None:
+            dist.broadcast_object_list(box, src=0, group=self._objects)
+        if box[0] is None:
+            raise RuntimeError("evaluate runs during train(): the rollout process does it")
+        metrics = {f"eval_{name}": value for name, value in box[0].items()}
+        self.log({f"eval/{name}": value for name, value in box[0].items()})
+        self.evaluations.append({"step": self.state.global_step, **box[0]})
+        return metrics
+
+    # ---- checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write a checkpoint that is complete, with its marker last, or not there at all."""
+        path = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        self.reporter.phase("saving", step=self.state.global_step)
+        if self._is_main and path.exists():
+            shutil.rmtree(path)
+        self.accelerator.wait_for_everyone()
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # nothing older goes before this is sealed
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self._pipeline is not None:
+                self._pipeline.write_state(path, self.state.global_step, self._sync.version)
+                ckpt.seal(path)
+                ckpt.rotate(path.parent, limit)
+        except OSError as error:
+            if self._is_main:
+                shutil.rmtree(path, ignore_errors=True)
+            raise ckpt.CheckpointError(
+                f"the checkpoint of step {self.state.global_step} could not be written to {path}: {error}; the one before "
+                "it is untouched: make room, then resume"
+            ) from error
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        self._saved_step = self.state.global_step
+
+    _saved_step = -1
+
+    def _save_last(self) -> None:
+        """The end of the data comes unannounced: save the last step where the schedule did not."""
+        if self.args.save_strategy != "no" and self.state.global_step not in (0, self._saved_step):
+            self._save_checkpoint(self.model_wrapped, None)
+
+    @property
+    def reward_names(self) -> list[str]:
+        return unique_names(self.reward_funcs)
+
+    def _close_pipeline(self) -> None:
+        self._sync.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
