@@ -1,6 +1,7 @@
 """Generation requests to the vLLM server: token ids in, token ids out."""
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+logger = logging.getLogger(__name__)
 
 FLOOR_LOGPROB = -9999.0
 RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -238,5 +241,6 @@ class VLLMClient:
             if delay is None:
                 break
             self._on_retry()
+            logger.warning("retrying in about %g s: %s", delay, last)
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
         raise ServerUnavailable(f"{self._base_url} failed on {len(self._delays) + 1} tries; the last: {last}")

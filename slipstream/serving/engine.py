@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from slipstream.serving import cpu_seed
 from slipstream.serving.buckets import plan_buckets
 from slipstream.serving.group import ProcessGroup, Rendezvous
 
@@ -66,6 +67,8 @@ class SlipstreamEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._group: ProcessGroup | None = None
         self._incarnation = ""
         self._newest: dict[str, int] = {}
+        if self.device.type == "cpu":
+            cpu_seed.mend()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainer's group. Raises ValueError for an older attempt, GroupError where no trainer is."""
