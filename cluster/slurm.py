@@ -8,6 +8,9 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from cluster.profile import ClusterProfile
 
+# All that a job inherits from where it is submitted: sbatch keeps the environment, and there may be secrets in it.
+EXPORTED = ("HOME", "LANG", "PATH", "USER")
+
 
 class SbatchWriter(SlurmExecutor):
     """submitit's SLURM executor on a machine that need not have SLURM."""
@@ -22,13 +25,13 @@ def job_name(run_id: str, role: str) -> str:
 
 
 def sbatch_parameters(
-    profile: ClusterProfile, run_id: str, role: str, attempt: int, nodes: int, gpus: int, exports: dict[str, str]
+    profile: ClusterProfile, run_id: str, role: str, attempt: int, nodes: int, gpus: int
 ) -> dict[str, Any]:
     """submitit's parameters of one job: one task a node, never requeued by SLURM (the supervisor alone restarts)."""
     extra: dict[str, Any] = {
         "no_requeue": True,
         "kill_on_invalid_dep": "yes",
-        "export": ",".join(["NONE", *(f"{key}={value}" for key, value in exports.items())]),
+        "export": ",".join(EXPORTED),
     }
     for option in profile.sbatch:
         key, _, value = option.removeprefix("--").partition("=")

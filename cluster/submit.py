@@ -19,9 +19,6 @@ from slipstream.process import new_incarnation
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, write_json
 
-# Variables that a SLURM job is given beyond a fresh environment; everything else comes from the profile's setup lines.
-EXPORTED = ("HOME", "USER", "LANG")
-
 
 def jobs_folder(run: RunFolder) -> Path:
     """submitit's files: pickles, job logs, controllers' log."""
@@ -116,9 +113,7 @@ def describe(profile: ClusterProfile, run: RunFolder, role: str, attempt: int, c
     folder = jobs_folder(run)
     if profile.executor == "slurm":
         section = config.server if role == "server" else config.learner
-        exports = {name: os.environ[name] for name in EXPORTED if name in os.environ}
-        exports["PATH"] = "/usr/local/bin:/usr/bin:/bin"
-        parameters = sbatch_parameters(profile, run.run_id, role, attempt, section.nodes, section.gpus, exports)
+        parameters = sbatch_parameters(profile, run.run_id, role, attempt, section.nodes, section.gpus)
         return sbatch_text(folder, parameters, sys.executable)
     devices = _devices(config, os.environ)[role]
     setup = "".join(f"{line}\n" for line in profile.setup)

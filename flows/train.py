@@ -28,6 +28,8 @@ OPTIONS: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
 def prepare(config: RunConfig, run_id: str | None) -> tuple[str, int]:
     prepared = preparing.prepare(config, run_id)
     get_run_logger().info("run folder %s", prepared.run.path)
+    for note in prepared.notes:
+        get_run_logger().warning(note)
     return str(prepared.run.path), prepared.attempt
 
 

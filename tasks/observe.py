@@ -11,7 +11,7 @@ from slipstream.run_folder import RunFolder, read_json
 
 WRITERS = {"server": "server-0", "learner": "learner", "rollout": "rollout"}
 # Phases in which the learner loads; in any other it has begun to work.
-LOADING = frozenset({"starting", "loading", "waiting", "waiting for server", "syncing", "connecting"})
+LOADING = frozenset({"starting", "loading", "waiting for the server", "loading the model", "delivering weights"})
 
 
 def heartbeat(run: RunFolder, writer: str, attempt: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def observe(run: RunFolder, attempt: int, now: float) -> Observation:
         jobs=jobs,
         beats={role: _beat(value) for role, value in beats.items() if value},
         endpoint=bool(endpoint(run, attempt)),
-        result=bool(read_json(run.path / "result.json")),
+        result=(read_json(run.path / "result.json") or {}).get("attempt") == attempt,
         cancel=cancel_request(run),
     )
 

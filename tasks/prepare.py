@@ -30,8 +30,8 @@ class Prepared:
     notes: tuple[str, ...] = ()
 
 
-def check(config: RunConfig) -> ClusterProfile:
-    """Everything that can be refused before a run exists. Raises ConfigError; returns the cluster profile."""
+def check(config: RunConfig) -> list[Problem]:
+    """Everything that can be refused before a run exists. Raises ConfigError; returns the warnings."""
     from slipstream import preflight
 
     profile = profile_of(config)
@@ -43,8 +43,7 @@ def check(config: RunConfig) -> ClusterProfile:
         value = config.recovery.max_restarts
         message = "parts are not restarted by themselves yet: set it to 0; `slipstream resume` continues a failed run"
         raise ConfigError([Problem("recovery.max_restarts", value, message)])
-    preflight.check(config)
-    return profile
+    return preflight.check(config)
 
 
 def profile_of(config: RunConfig) -> ClusterProfile:
@@ -60,13 +59,13 @@ def prepare(config: RunConfig, run_id: str | None = None) -> Prepared:
 
     Nothing is created where the check fails. Raises ConfigError, RunFolderError.
     """
-    check(config)
+    notes = tuple(str(warning) for warning in check(config))
     run = RunFolder.create(config.storage.root, run_id or new_run_id(config.name))
     write_json(run.path / "origin.json", {"cwd": os.getcwd(), "host": socket.gethostname(), "time": time.time()})
     write_atomic(run.run_file, dump_config(config))
     attempt = run.begin_attempt(None, 0)
     log_event(run, attempt, "prepared")
-    return Prepared(run, attempt)
+    return Prepared(run, attempt, notes)
 
 
 def resume_prepare(run_dir: str | Path) -> Prepared:

@@ -3,8 +3,7 @@
 from cluster.jobs import JobRecord
 from cluster.profile import load_profile
 from cluster.submit import submit
-from slipstream.process import new_incarnation
-from slipstream.run_folder import RunFolder, write_json
+from slipstream.run_folder import RunFolder
 from tasks.interrupt import uninterrupted
 from tasks.prepare import log_event, origin, started_in, stored_config
 
@@ -21,22 +20,14 @@ def start_role(run: RunFolder, attempt: int, role: str) -> JobRecord:
 
 
 def start_server(run: RunFolder, attempt: int) -> JobRecord | None:
-    """Submit the server, or record the address of the one that `server.url` names (no job then)."""
+    """Submit the server; or probe the one that `server.url` names and record its address (no job then)."""
     config = stored_config(run)
     if not config.server.url:
         return start_role(run, attempt, "server")
-    write_json(
-        run.endpoint_file(),
-        {
-            "url": config.server.url,
-            "incarnation": new_incarnation(),
-            "attempt": attempt,
-            "model": config.model.name,
-            "capabilities": {},
-            "external": True,
-        },
-    )
-    log_event(run, attempt, f"using the server at {config.server.url}")
+    from slipstream.serving.main import attach_external, required
+
+    endpoint = attach_external(run, attempt, config.server.url, required(config), config.server.startup_timeout)
+    log_event(run, attempt, f"using the server at {endpoint['url']}")
     return None
 
 

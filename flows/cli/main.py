@@ -117,7 +117,8 @@ def _train(path: Path, overrides: tuple[str, ...], dry: bool, again: list[str]) 
     from slipstream.run_folder import new_run_id
     from tasks.prepare import check
 
-    check(config)  # refuse before Prefect is started; the flow checks again
+    for warning in check(config):  # refuse before Prefect is started; the flow checks again
+        click.echo(f"warning: {warning}", err=True)
     from flows.cli.session import run_train
 
     return run_train(config, new_run_id(config.name), again)

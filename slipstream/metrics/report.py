@@ -183,7 +183,7 @@ def draw(panel: Panel, windows: Sequence[dict[str, Any]], starts: Sequence[int] 
     if right is not None:
         right.set_ylabel(panel.right_unit, fontsize=8, color="#4b5563")
     if len(lines) > 1:
-        left.legend(handles=lines, fontsize=8, frameon=False)
+        left.legend(handles=lines, fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(lines))
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
