@@ -240,8 +240,12 @@ def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
         # a combination with a value that is only a stand-in says nothing
         problems += [p for p in found if p.key not in faulty and not names & set(re.findall(r"\w+", p.message))]
         new = {problem.key for problem in found} - faulty
-        if not new:
-            return None, problems
+        if not new:  # a combination of given values with a default: only the whole section can give way
+            sections = {problem.key.partition(".")[0] for problem in found} - faulty
+            if not sections:
+                return None, problems
+            faulty |= {f"{section}.{name}" for section in sections for name in values.get(section, {})}
+            new = sections
         faulty |= new
         for key in new:
             _stand_in(values, key)

@@ -50,8 +50,8 @@ def find_model(name: str, revision: str | None) -> tuple[ModelFiles | None, list
 
 
 def _on_hub(name: str, revision: str | None) -> tuple[ModelFiles | None, list[Problem]]:
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     def refused(message: str) -> tuple[None, list[Problem]]:
         return None, [Problem("model.name", name, message)]
@@ -70,18 +70,22 @@ def _on_hub(name: str, revision: str | None) -> tuple[ModelFiles | None, list[Pr
             f"is no folder here, {state} in the local cache, and HF_HUB_OFFLINE forbids to fetch: "
             f"unset HF_HUB_OFFLINE, or run `hf download {name}` where there is a network"
         )
-    folder = None
-    for file in SMALL_FILES:
-        try:
+    try:
+        listed = {
+            sibling.rfilename
+            for sibling in HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S).siblings or []
+        }
+        folder = None
+        for file in [file for file in SMALL_FILES if file in listed]:
             folder = Path(hf_hub_download(name, file, revision=revision, etag_timeout=HUB_TIMEOUT_S)).parent
-        except LocalEntryNotFoundError as error:
-            return refused(f"is no folder here, and the hub cannot be reached: {_first_line(error.__cause__ or error)}")
-        except EntryNotFoundError:
-            continue
-        except Exception as error:
-            return refused(f"is no folder here, and the hub refuses it: {_first_line(error)}")
+    except HfHubHTTPError as error:
+        return refused(f"is no folder here, and the hub refuses it: {_first_line(error)}")
+    except Exception as error:  # the hub library changes its HTTP client between versions, and so the class
+        return refused(f"is no folder here, and the hub cannot be reached: {_first_line(error)}")
     if folder is None:
         return refused("has no config.json on the hub: it is no transformers model")
+    if not any(file.endswith((".safetensors", ".bin")) for file in listed):
+        return refused("has no weights on the hub (model.safetensors)")
     return ModelFiles(folder, complete=False), []
 
 
@@ -122,7 +126,7 @@ def model_problems(model: ModelFiles, config: RunConfig) -> list[Problem]:
         problems.append(
             problem(
                 "its tokenizer has no chat template, so conversations cannot be rendered: use the instruct version of "
-                "the model, or put a chat_template.jinja beside its tokenizer (tokenizer.chat_template = …, then save it)"
+                "the model, or set tokenizer.chat_template and save the tokenizer (it writes chat_template.jinja)"
             )
         )
     return [*problems, *_length_problems(settings, config)]

@@ -1,5 +1,7 @@
 """Loading a dataset from the hub, a file, a folder or reasoning-gym, and checking that it is conversational."""
 
+import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +66,8 @@ def _from_file(path: Path) -> "Dataset":
     if path.stat().st_size == 0:
         raise DataError("the file is empty")
     try:
-        return load_dataset(builder, data_files=str(path), split="train")
+        with _quietly():
+            return load_dataset(builder, data_files=str(path), split="train")
     except Exception as error:
         raise DataError(f"cannot be read as {path.suffix.lower()}: {_reason(error)}") from error
 
@@ -77,6 +80,8 @@ def _from_folder(path: Path, split: str) -> "Dataset":
         raise DataError(
             f"the folder was not written by save_to_disk (it holds {found}): name a file in it, or convert it"
         )
+    if _saved_without_rows(path / "state.json"):
+        raise DataError("there are no rows")
     try:
         loaded = load_from_disk(str(path))
     except Exception as error:
@@ -87,6 +92,29 @@ def _from_folder(path: Path, split: str) -> "Dataset":
         loaded = loaded[split]
     assert isinstance(loaded, Dataset)
     return loaded
+
+
+def _saved_without_rows(state: Path) -> bool:
+    try:
+        return json.loads(state.read_text(encoding="utf-8")).get("_data_files") == []
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the library's progress bars and log lines: a local file is read at once, and errors are ours to tell."""
+    import datasets
+
+    bars, level = datasets.are_progress_bars_disabled(), datasets.utils.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.utils.logging.set_verbosity(level)
+        if not bars:
+            datasets.enable_progress_bars()
 
 
 def _from_hub(source: str, split: str) -> "Dataset":

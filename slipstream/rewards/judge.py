@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-CPU_LIMIT_S = 5.0  # processor time per verdict: fair on a busy machine
+CPU_LIMIT_S = 3.0  # processor time per verdict: fair on a busy machine
 WALL_LIMIT_S = 60.0  # for a verifier that waits instead of computing
 MEMORY_LIMIT_BYTES = 4 << 30
 TEXT_LIMIT = 20_000  # characters of a completion's end that a verifier sees
@@ -59,7 +59,7 @@ class _Judge:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.rewards.judge_main"],
+            [sys.executable, "-m", "slipstream.rewards.judge_main", str(CPU_LIMIT_S), str(WALL_LIMIT_S)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -12,7 +12,7 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from slipstream.rewards.judge import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, TEXT_LIMIT, WALL_LIMIT_S
+from slipstream.rewards.judge import MEMORY_LIMIT_BYTES, TEXT_LIMIT
 
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 
@@ -62,7 +62,7 @@ VERIFIERS = {"accuracy": accuracy, "reasoning_gym": reasoning_gym}
 PACKAGES = {"accuracy": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
-def main() -> None:
+def main(cpu_limit_s: float, wall_limit_s: float) -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a verifier prints must not become a reply
     logging.disable(logging.CRITICAL)
@@ -77,8 +77,8 @@ def main() -> None:
         name, request = json.loads(line)
         try:
             importlib.import_module(PACKAGES[name])  # before the timers: imports do not count against a verdict
-            signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
-            signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT_S)
+            signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
+            signal.setitimer(signal.ITIMER_REAL, wall_limit_s)
             reply: dict[str, Any] = {"score": VERIFIERS[name](request)}
         except Exception as error:
             reply = {"error": f"the verifier {name} failed: {type(error).__name__}: {error}"}
@@ -89,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]), float(sys.argv[2]))

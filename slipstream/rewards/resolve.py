@@ -40,7 +40,7 @@ def resolve_reward(name: str, paths: Sequence[str] = (), columns: Sequence[str] 
             f"{attribute} is a class: name an instance of it, made in the module, like `score = {attribute}()`"
         )
     if not callable(function):
-        raise RewardError(f"{attribute} is a {type(function).__name__}, not a function")
+        raise RewardError(f"{attribute} is not a function but {type(function).__name__}: name one that can be called")
     _check_pickles(function, attribute)
     problems = signature_problems(function, columns)
     if problems:
