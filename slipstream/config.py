@@ -101,7 +101,7 @@ class AsyncGRPOConfig(TrainingArguments):
     run_dir: str | None = field(default=None, metadata={"help": "The run folder; None outside a run."})
     attempt: int = field(default=1, metadata={"help": "Attempt of the run, counted from 1."})
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "chat_template_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "chat_template_kwargs"]  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if self.bf16 is None:

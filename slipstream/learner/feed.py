@@ -1,12 +1,10 @@
 """Rank 0's side of the rollout queue: take groups, drop what is too old, fill the micro-batches of a step."""
 
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 from slipstream.learner.ledger import Ledger
 from slipstream.metrics.window import Window
@@ -14,78 +12,24 @@ from slipstream.packing.planner import MicroBatch, oversize
 from slipstream.packing.sample import Sample
 from slipstream.packing.trie import Row, pack
 from slipstream.rollout.allowance import full_step, outstanding_bound
-from slipstream.rollout.types import OVERSIZE, STALE, EndOfData, EvalResult, GroupResult
-from slipstream.rollout.worker import RolloutWorker
-
-POLL_S = 0.2
+from slipstream.rollout.types import OVERSIZE, STALE, GroupResult
 
 
-class Inbox:
-    """Receives the rollout process's messages on a thread, so that unpickling is off the training thread."""
-
-    def __init__(self, worker: RolloutWorker, on_group: Callable[[GroupResult], None] = lambda group: None) -> None:
-        self._worker = worker
-        self._on_group = on_group
-        self._changed = threading.Condition()
-        self._groups: deque[GroupResult] = deque()
-        self._answers: dict[tuple[str, int], Any] = {}
-        self._ended = False
-        self._closed = False
-        self._thread = threading.Thread(target=self._receive, name="rollout-inbox", daemon=True)
-        self._thread.start()
-
-    def _receive(self) -> None:
-        while not self._closed:
-            try:
-                message = self._worker.rollouts.get(timeout=POLL_S)
-            except queue.Empty:
-                continue
-            except (OSError, ValueError, EOFError):
-                return
-            with self._changed:
-                if isinstance(message, GroupResult):
-                    self._groups.append(message)
-                    self._on_group(message)
-                elif isinstance(message, EndOfData):
-                    self._ended = True
-                elif isinstance(message, EvalResult):
-                    self._answers["evaluate", message.request] = message
-                else:
-                    kind, request, value = message
-                    self._answers[kind, request] = value
-                self._changed.notify_all()
+class Source(Protocol):
+    """Where groups come from."""
 
     @property
     def num_samples(self) -> int:
-        with self._changed:
-            return sum(len(group.samples) for group in self._groups)
+        """Samples that wait."""
 
     def take(self) -> GroupResult | None:
-        """The next group, or None at the end of the data. Blocks; raises RolloutWorkerError where the process fails."""
-        while True:
-            with self._changed:
-                if self._groups:
-                    return self._groups.popleft()
-                if self._ended:
-                    return None
-                self._worker.trainer_waits.value = 1
-                self._changed.wait(POLL_S)
-                if self._groups:
-                    self._worker.trainer_waits.value = 0
-            self._worker.check()
+        """The next group, or None at the end of the data. Blocks."""
 
-    def answer(self, kind: str, request: int) -> Any:
-        """The answer to a command. Blocks; raises RolloutWorkerError where the process fails."""
-        while True:
-            with self._changed:
-                if (kind, request) in self._answers:
-                    return self._answers.pop((kind, request))
-                self._changed.wait(POLL_S)
-            self._worker.check()
+    def publish(self, allowance_total: int) -> None:
+        """Let generation go on until this running total of tokens."""
 
-    def close(self) -> None:
-        self._closed = True
-        self._thread.join(2)
+    def step_planned(self) -> None:
+        """The trainer has all that its step needs, and waits no more."""
 
 
 @dataclass
@@ -110,8 +54,7 @@ class SampleFeed:
 
     def __init__(
         self,
-        inbox: Inbox,
-        worker: RolloutWorker,
+        source: Source,
         ledger: Ledger,
         window: Window,
         *,
@@ -121,8 +64,7 @@ class SampleFeed:
         max_staleness: int,
         warn: Callable[[str], None],
     ) -> None:
-        self._inbox = inbox
-        self._worker = worker
+        self._source = source
         self._ledger = ledger
         self._window = window
         self._ranks = ranks
@@ -140,7 +82,7 @@ class SampleFeed:
         self._publish()
 
     def _publish(self) -> None:
-        self._worker.allowance.value = self._used_total + self._bound
+        self._source.publish(self._used_total + self._bound)
 
     def hold(self, samples: Iterable[Sample]) -> None:
         """Put back the remainder that a checkpoint held; it comes first."""
@@ -181,7 +123,7 @@ class SampleFeed:
             if self._held:
                 samples = self._held.popleft()
             else:
-                result = self._inbox.take()
+                result = self._source.take()
                 if result is None:
                     return None
                 self._window.add_all(result.observations)
@@ -196,7 +138,7 @@ class SampleFeed:
     def next_step(self, version: int) -> StepPlan | None:
         """Fill the micro-batches of one step at policy `version`; None when the data has ended. Blocks."""
         begun = time.monotonic()
-        self._window.add("rollout/queue_size", self._inbox.num_samples)
+        self._window.add("rollout/queue_size", self._source.num_samples)
         batches: list[MicroBatch] = []
         current = MicroBatch(self._ranks, self._budget)
         while len(batches) < self._accumulation:
@@ -210,7 +152,7 @@ class SampleFeed:
                 self._held.appendleft(rest)
                 batches.append(current)
                 current = MicroBatch(self._ranks, self._budget)
-        self._worker.trainer_waits.value = 0
+        self._source.step_planned()
         self._window.add("perf/rollout_wait_s", time.monotonic() - begun)
         if not batches:
             return None

@@ -19,6 +19,7 @@ from slipstream.data import fingerprint
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.feed import PlannedMicroBatch, StepPlan
 from slipstream.learner.forward import to_tensors, token_terms
+from slipstream.learner.live import LivePipeline
 from slipstream.learner.pipeline import Pipeline
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.sync import PolicySync
@@ -231,7 +232,7 @@ class AsyncGRPOTrainer(Trainer):
         self._ended = False
         try:
             if self._is_main:
-                self._pipeline = Pipeline(self, end, self._resumed)
+                self._pipeline = self.make_pipeline(end, self._resumed)
             output = super().train(resume_from_checkpoint or None, *args, **kwargs)
             self._save_last()
             if self.eval_dataset is not None and config.eval_strategy == "no":
@@ -242,6 +243,10 @@ class AsyncGRPOTrainer(Trainer):
             if epoch_based:
                 config.max_steps = -1
             self._close_pipeline()
+
+    def make_pipeline(self, end: int | None, resumed: tuple[ckpt.RolloutState, Path] | None) -> Pipeline:
+        """Rank 0's pipeline; a replayer of recorded samples takes the live one's place by overriding this."""
+        return LivePipeline(self, end, resumed)
 
     @property
     def _is_main(self) -> bool:
@@ -385,7 +390,7 @@ class AsyncGRPOTrainer(Trainer):
             self.reporter.phase("delivering weights", step=self.state.global_step)
             times = self._sync.advance(self.accelerator.unwrap_model(self.model_wrapped))
             if self._pipeline is not None:
-                self._pipeline.worker.version.value = self._sync.version
+                self._pipeline.set_version(self._sync.version)
             if times is not None:
                 add("perf/weight_sync_s", time.monotonic() - begun)
                 add("perf/weight_sync_pause_s", times.pause_s)
@@ -440,8 +445,7 @@ class AsyncGRPOTrainer(Trainer):
         if self._pipeline is not None:
             self.reporter.phase("evaluating", step=self.state.global_step)
             request = len(self.evaluations) + 1
-            self._pipeline.worker.commands.put(("evaluate", request))
-            box = [self._pipeline.inbox.answer("evaluate", request).metrics]
+            box = [self._pipeline.evaluate(request)]
         if self._objects is not None:
             dist.broadcast_object_list(box, src=0, group=self._objects)
         if box[0] is None:

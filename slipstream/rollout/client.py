@@ -13,7 +13,9 @@ import aiohttp
 logger = logging.getLogger(__name__)
 
 FLOOR_LOGPROB = -9999.0
-RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+RETRY_DELAYS_S = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+# below the five seconds after which the server closes an idle connection, so that no request meets a closing one
+KEEPALIVE_S = 2.0
 
 GENERATE_ROUTE = "/inference/v1/generate"
 COMPLETIONS_ROUTE = "/v1/completions"
@@ -162,7 +164,7 @@ class VLLMClient:
         if self._token_file is not None:
             headers["Authorization"] = f"Bearer {Path(self._token_file).read_text().strip()}"
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, connect=30.0),
             trust_env=False,

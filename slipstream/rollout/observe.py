@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.algorithm.advantages import carries_signal
-from slipstream.rollout.types import Observation, Rollout
+from slipstream.rollout.types import Observation, Rollout, RolloutGroup
 
 
 def trained_length(rollout: Rollout) -> int:
@@ -58,4 +58,20 @@ def reward_observations(rewards: NDArray[np.float64]) -> list[Observation]:
         found.append(("reward", float(scored.mean()), len(scored)))
         if not kept:
             found.append(("reward_dropped", float(scored.mean()), 1))
+    return found
+
+
+def group_observations(
+    group: RolloutGroup, rollouts: Sequence[Rollout | None], eos_token_ids: Sequence[int]
+) -> list[Observation]:
+    """Everything that is measured on a scored group, whether it is trained or not."""
+    assert group.rewards is not None
+    present = [rollout for rollout in rollouts if rollout is not None]
+    found = [*reward_observations(group.rewards), *length_observations(present, eos_token_ids)]
+    if present:
+        turns = [len(rollout.turns) for rollout in present]
+        made = sum(len(sequences) for sequences in group.completions_sequences)
+        found.append(("rollout/turns_mean", float(np.mean(turns)), len(turns)))
+        found.append(("rollout/turns_max", max(turns), 1))
+        found.append(("rollout/samples_per_rollout", made / len(present), len(present)))
     return found

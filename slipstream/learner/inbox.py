@@ -1,0 +1,86 @@
+"""What the rollout process sends, as it arrives on rank 0."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.rollout.types import EndOfData, EvalResult, GroupResult
+from slipstream.rollout.worker import RolloutWorker
+
+POLL_S = 0.2
+
+
+class Inbox:
+    """Receives the rollout process's messages on a thread, so that unpickling is off the training thread."""
+
+    def __init__(self, worker: RolloutWorker, on_group: Callable[[GroupResult], None] = lambda group: None) -> None:
+        self._worker = worker
+        self._on_group = on_group
+        self._changed = threading.Condition()
+        self._groups: deque[GroupResult] = deque()
+        self._answers: dict[tuple[str, int], Any] = {}
+        self._ended = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._receive, name="rollout-inbox", daemon=True)
+        self._thread.start()
+
+    def _receive(self) -> None:
+        while not self._closed:
+            try:
+                message = self._worker.rollouts.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
+            except (OSError, ValueError, EOFError):
+                return
+            with self._changed:
+                if isinstance(message, GroupResult):
+                    self._groups.append(message)
+                    self._on_group(message)
+                elif isinstance(message, EndOfData):
+                    self._ended = True
+                elif isinstance(message, EvalResult):
+                    self._answers["evaluate", message.request] = message
+                else:
+                    kind, request, value = message
+                    self._answers[kind, request] = value
+                self._changed.notify_all()
+
+    @property
+    def num_samples(self) -> int:
+        with self._changed:
+            return sum(len(group.samples) for group in self._groups)
+
+    def take(self) -> GroupResult | None:
+        """The next group, or None at the end of the data. Blocks; raises RolloutWorkerError where the process fails."""
+        while True:
+            with self._changed:
+                if self._groups:
+                    return self._groups.popleft()
+                if self._ended:
+                    return None
+                self._worker.trainer_waits.value = 1
+                self._changed.wait(POLL_S)
+                if self._groups:
+                    self._worker.trainer_waits.value = 0
+            self._worker.check()
+
+    def publish(self, allowance_total: int) -> None:
+        self._worker.allowance.value = allowance_total
+
+    def step_planned(self) -> None:
+        self._worker.trainer_waits.value = 0
+
+    def answer(self, kind: str, request: int) -> Any:
+        """The answer to a command. Blocks; raises RolloutWorkerError where the process fails."""
+        while True:
+            with self._changed:
+                if (kind, request) in self._answers:
+                    return self._answers.pop((kind, request))
+                self._changed.wait(POLL_S)
+            self._worker.check()
+
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join(2)

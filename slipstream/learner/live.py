@@ -1,0 +1,140 @@
+"""The pipeline of a live run: the server's connection and the rollout process."""
+
+import os
+import queue
+from typing import TYPE_CHECKING, Any
+
+from slipstream.learner.inbox import Inbox
+from slipstream.learner.pipeline import Pipeline, Resumed, starting_point
+from slipstream.learner.sync import PolicySync, wire_dtype
+from slipstream.process import new_incarnation
+from slipstream.rollout.setup import LoopSetup, Position
+from slipstream.rollout.types import GroupResult
+from slipstream.rollout.worker import RolloutWorker
+from slipstream.run_folder import RunFolder
+from slipstream.serving.control import ServerControl
+from slipstream.serving.probe import check, probe
+from slipstream.serving.transport import make_transport
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer import AsyncGRPOTrainer
+
+
+class ServerNotUsable(RuntimeError):
+    """The server lacks something; the message says with which flag to restart it."""
+
+
+class LivePipeline(Pipeline):
+    """Made before the model is prepared, so that the processes start side by side."""
+
+    def __init__(self, trainer: "AsyncGRPOTrainer", end: int | None, resumed: Resumed | None) -> None:
+        """`end`: prompt number at which the data ends, or None. Raises ServerNotUsable, ServerError, NotPicklable."""
+        config = trainer.args
+        self.run_id = RunFolder(config.run_dir).run_id if config.run_dir else f"script-{new_incarnation()}"
+        self._control = ServerControl(
+            config.vllm_server_base_url, config.vllm_server_token_file, config.vllm_server_timeout
+        )
+        trainer.reporter.phase("waiting for the server")
+        self._control.wait_healthy(config.vllm_server_timeout)
+        self.capabilities = probe(self._control)
+        max_model_len = self._check_server(config)
+        self.worker = RolloutWorker(
+            trainer.loop_cls,
+            {
+                "config": config,
+                "model_name": self.capabilities.model,
+                "dataset": trainer.train_dataset,
+                "reward_funcs": trainer.reward_funcs,
+                "processing_class": trainer.processing_class,
+                "eos_token_ids": trainer.eos_token_ids,
+            },
+            self._setup(trainer, end, resumed, max_model_len),
+            config.rollout_worker_timeout,
+        )
+        self.worker.start()
+        self._inbox = Inbox(self.worker, self._group_arrived)
+        self._state_requests = 0
+        super().__init__(trainer, self._inbox, config.token_budget or max_model_len, resumed)
+
+    def _check_server(self, config: Any) -> int:
+        problems = check(
+            self.capabilities,
+            num_sampler_logprobs=config.num_sampler_logprobs if config.score_centering else 0,
+            max_model_len=config.max_completion_length + 1,
+            num_generations=config.num_generations,
+        )
+        if self.capabilities.max_model_len is None:
+            problems.append("it does not say its max_model_len in /v1/models")
+        if problems:
+            raise ServerNotUsable("the server cannot be used as it runs:\n" + "\n".join(f"- {p}" for p in problems))
+        return int(self.capabilities.max_model_len or 0)
+
+    def _setup(
+        self, trainer: "AsyncGRPOTrainer", end: int | None, resumed: Resumed | None, max_model_len: int
+    ) -> LoopSetup:
+        state, remainder = starting_point(resumed)
+        position = state.position if state else Position()
+        shuffle, seed = trainer._order
+        return LoopSetup(
+            run_id=self.run_id,
+            attempt=trainer.args.attempt,
+            served_model=self.capabilities.model,
+            use_generate_route=self.capabilities.has_generate_route,
+            max_model_len=max_model_len,
+            # what rank 0 still holds is neither settled nor to be generated again
+            position=Position(position.first_unsettled, position.settled_beyond | {s.number for s in remainder}),
+            end=end,
+            shuffle=shuffle,
+            seed=seed,
+            eval_dataset=trainer.eval_dataset,
+            loop_state=state.loop_state if state else None,
+        )
+
+    def _group_arrived(self, group: GroupResult) -> None:
+        trainer = self._trainer
+        trainer.reporter.advance()
+        if group.table:
+            shown = trainer.args.num_completions_to_print
+            trainer.reporter.completions(trainer.state.global_step, group.table[:shown])
+
+    def make_sync(self, version: int) -> PolicySync:
+        config = self._trainer.args
+        transport = make_transport(
+            self._control,
+            self.capabilities.transfer_backend,  # type: ignore[arg-type]
+            config.device,
+            self.run_id,
+            config.attempt,
+            config.vllm_server_timeout,
+            bind_host=learner_host(),
+        )
+        return PolicySync(transport, self.run_id, config.attempt, wire_dtype(self.capabilities.dtype), version)
+
+    def set_version(self, version: int) -> None:
+        self.worker.version.value = version
+
+    def drain_metrics(self) -> None:
+        while True:
+            try:
+                self._trainer._window.add_all(self.worker.metrics.get_nowait())
+            except queue.Empty:
+                return
+
+    def evaluate(self, request: int) -> dict[str, float]:
+        self.worker.commands.put(("evaluate", request))
+        return self._inbox.answer("evaluate", request).metrics
+
+    def loop_state(self) -> dict[str, Any]:
+        self._state_requests += 1
+        self.worker.commands.put(("state", self._state_requests))
+        return self._inbox.answer("state", self._state_requests)
+
+    def close(self) -> None:
+        self.worker.stop()
+        self._inbox.close()
+        self._control.close()
+
+
+def learner_host() -> str:
+    """The address of this host that the server's nodes can reach, as the cluster layer says it."""
+    return os.environ.get("SLIPSTREAM_HOST", "127.0.0.1")
