@@ -172,7 +172,7 @@ def test_a_sampled_token_outside_its_candidates_is_refused():
         (1.4, -2.0, 2.8, 2.8),  # the minimum keeps the unclipped one
         (0.7, 2.0, -1.4, -1.4),
         (0.7, -2.0, 1.6, 0.0),  # clipped below, at 1 - epsilon
-        (0.5, 2.0, -1.0, -1.0),  # a bound of the mask belongs to the inside
+        (0.5, 2.0, -1.0, -1.0),  # just inside the bounds of the mask
         (2.0, -2.0, 4.0, 4.0),
         (0.49, 2.0, 0.0, 0.0),  # masked
         (2.01, -2.0, 0.0, 0.0),
@@ -248,6 +248,8 @@ def test_head_tokens_outside_the_candidates_are_left_out():
     wide = one_token(log_q, 2, candidate_ids=[[0, 2, 3]])
     inside = {v: value for v, value in zip(wide.head_ids[0], wide.head_logprobs[0], strict=True) if v in (0, 2, 3)}
     narrow = one_token(log_q, 2, candidate_ids=[[0, 2, 3]], head_ids=[[*inside]], head_logprobs=[[*inside.values()]])
+    losses = [reference_loss(Bigram(logits), [[s]], score_centering=True, **BOUNDS).item() for s in (wide, narrow)]
+    assert losses[0] == pytest.approx(losses[1])
     torch.testing.assert_close(gradient(Bigram(logits), [[wide]]), gradient(Bigram(logits), [[narrow]]))
 
 
