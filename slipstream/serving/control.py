@@ -50,8 +50,10 @@ class ServerControl:
         self._token_file = token_file
         self._token = read_token(token_file) if token_file is not None else None
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        # a connection each: after an error of a route vLLM closes the one it came over, under the next request.
         # trust_env off: a proxy of the environment must not stand between the nodes of a cluster
-        self._client = httpx.Client(base_url=self.base_url, headers=headers, trust_env=False)
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(base_url=self.base_url, headers=headers, limits=limits, trust_env=False)
 
     def close(self) -> None:
         self._client.close()

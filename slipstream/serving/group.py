@@ -7,6 +7,7 @@ No call waits without a bound: a peer that never comes, dies or stalls is a `Gro
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 POLL_S = 0.0005
+CLOSE_S = 1.0
 Check = Callable[[], None]
 
 
@@ -188,11 +190,20 @@ class ProcessGroup:
             torch.accelerator.synchronize(self.device)
 
     def close(self) -> None:
-        """Abort what is under way and release everything; idempotent."""
-        group, self._group, self._rendezvous = self._group, None, None
-        if group is not None:
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+        """Abort what is under way and release everything; idempotent, and returns within moments."""
+        held = [self._group, self._rendezvous]
+        self._group = self._rendezvous = None
+        if held[0] is not None:
+            # in a thread: gloo waits for an operation with a stalled peer until that has timed out
+            thread = threading.Thread(target=_abort, args=(held,), daemon=True, name="weight-transfer-close")
+            thread.start()
+            thread.join(CLOSE_S)
+
+
+def _abort(held: list[Any]) -> None:
+    with contextlib.suppress(RuntimeError):
+        held[0].abort()
+    held.clear()
 
 
 @contextlib.contextmanager

@@ -3,9 +3,11 @@
 import os
 import threading
 import time
+from pathlib import Path
 
 BACKEND = "slipstream"
 DIE_WITH_PARENT_ENV = "SLIPSTREAM_DIE_WITH_PARENT"
+ROOT_PID_ENV = "SLIPSTREAM_SERVER_PID"  # the first process of the server; its children inherit it
 PARENT_CHECK_S = 1.0
 
 
@@ -23,11 +25,23 @@ def register() -> None:
         from slipstream.serving.auth import TOKEN_FILE_ENV, read_token
 
         read_token(os.environ.get(TOKEN_FILE_ENV))
-        threading.Thread(target=_exit_when_orphaned, args=(os.getppid(),), daemon=True, name="orphan-watch").start()
+        root = int(os.environ.setdefault(ROOT_PID_ENV, str(os.getpid())))
+        watch = threading.Thread(
+            target=_exit_when_orphaned, args=(root, os.getppid()), daemon=True, name="orphan-watch"
+        )
+        watch.start()
 
 
-def _exit_when_orphaned(parent: int) -> None:
+def _exit_when_orphaned(root: int, parent: int) -> None:
     # not PR_SET_PDEATHSIG: that is tied to the *thread* that forked, and vLLM may fork from one that ends
-    while os.getppid() == parent:
+    while os.getppid() == parent and _alive(root):
         time.sleep(PARENT_CHECK_S)
     os._exit(1)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return not Path("/proc/self/stat").exists()  # no procfs here: the parent's pid alone must do
+    return state not in ("Z", "X")
