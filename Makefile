@@ -1,0 +1,32 @@
+.PHONY: setup demo test test-fast lint check clean
+
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+export TORCH_COMPILE_DISABLE ?= 1
+export DO_NOT_TRACK ?= 1
+export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
+
+PY := .venv/bin/python
+SEED ?= 0
+
+setup:
+	@./setup.sh
+
+demo: setup  ## a tiny model learns two-digit addition; SEED=n changes the seed
+	@.venv/bin/slipstream demo --seed $(SEED)
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+test-fast: setup  ## types, style and the tests that start no server
+	@$(MAKE) --no-print-directory lint
+	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/unit
+
+test: setup  ## everything
+	@$(MAKE) --no-print-directory lint
+	HF_HUB_OFFLINE=1 $(PY) -m pytest tests
+
+clean:
+	rm -rf .venv .venv-vllm runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
