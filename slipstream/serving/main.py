@@ -79,7 +79,7 @@ class Leader:
         self.signal: str | None = None
         self._woken = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
-        self._temporary = tempfile.mkdtemp(prefix="slipstream-server-")
+        self._temporary = ""
 
     def on_signal(self, name: str) -> None:
         self.signal = name
@@ -88,6 +88,7 @@ class Leader:
     def lead(self) -> int:
         """Serve until a signal or the end of the server; the exit code. Leaves an exit record and no process."""
         self.heartbeat.start()
+        self._temporary = tempfile.mkdtemp(prefix="slipstream-server-")
         code, reason = 1, "the leader failed"
         try:
             control = self._start()
