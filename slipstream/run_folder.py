@@ -52,6 +52,24 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o600) -> None:
     fsync_folder(path.parent)
 
 
+def _create_exclusively(path: Path, data: str) -> None:
+    """`write_atomic`, but raises FileExistsError where `path` exists; of two processes at once one succeeds."""
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
+    write_atomic(temporary, data)
+    try:
+        os.link(temporary, path)  # whole or not at all: a reader never meets an empty fence
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        temporary.unlink()
+    fsync_folder(path.parent)
+
+
 def write_json(path: Path, value: Any) -> None:
     """`write_atomic` of `value` as JSON."""
     write_atomic(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
@@ -188,11 +206,9 @@ class RunFolder:
         """
         number = (self.attempts() or [0])[-1] + 1
         while True:
+            fence = {"attempt": number, "checkpoint": checkpoint, "step": step, "host": socket.gethostname()}
             try:
-                with open(self.fence_file(number), "x", encoding="utf-8") as file:
-                    json.dump({"attempt": number, "checkpoint": checkpoint, "step": step, "host": socket.gethostname()}, file)
-                    file.flush()
-                    os.fsync(file.fileno())
+                _create_exclusively(self.fence_file(number), json.dumps(fence))
                 return number
             except FileExistsError:
                 number += 1

@@ -51,8 +51,18 @@ def within(ratio: Tensor, settings: LossSettings) -> Tensor:
 
 def masked_ratio(terms: TokenTerms, settings: LossSettings) -> Tensor:
     """`M(w)`: the ratio inside the bounds, else 0; `(L,)`, with gradient."""
-    ratio = torch.exp(terms.logp - terms.logq)
-    return torch.where(within(ratio.detach(), settings), ratio, torch.zeros_like(ratio))
+    ratio, kept = _safe_ratio(terms, settings)
+    return torch.where(kept, ratio, torch.zeros_like(ratio))
+
+
+def _safe_ratio(terms: TokenTerms, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """The ratio, 1 where it lies outside the bounds, and where it lies inside.
+
+    An overflow is selected away before `exp`: its gradient there would be `0 * inf`.
+    """
+    difference = terms.logp - terms.logq
+    kept = within(difference.detach().exp(), settings)
+    return torch.where(kept, difference, torch.zeros_like(difference)).exp(), kept
 
 
 def centering(terms: TokenTerms, settings: LossSettings) -> Tensor:
@@ -72,18 +82,23 @@ def centering(terms: TokenTerms, settings: LossSettings) -> Tensor:
         tail_ratio = torch.where(rho > 0, 1 / rho, torch.full_like(rho, float("inf")))
         tail_kept = within(tail_ratio, settings)
         weight = kept - torch.where(tail_kept[:, None], p, zero)
-    return torch.where(terms.head_mask, weight * log_p, torch.zeros_like(log_p)).sum(-1)
+    return _weighted(weight, log_p).sum(-1)
+
+
+def _weighted(weight: Tensor, log_p: Tensor) -> Tensor:
+    """`weight * log_p`, 0 where the weight is 0, whatever `log_p` is there."""
+    return torch.where(weight != 0, weight * log_p, torch.zeros_like(log_p))
 
 
 def token_loss(terms: TokenTerms, settings: LossSettings) -> Tensor:
     """The loss of each trained token, `(L,)`, with gradient."""
     if settings.score_centering:
-        score = masked_ratio(terms, settings).detach() * terms.logp
+        score = _weighted(masked_ratio(terms, settings).detach(), terms.logp)
         return -terms.advantage * (score - centering(terms, settings))
-    ratio = torch.exp(terms.logp - terms.logq)
+    ratio, kept = _safe_ratio(terms, settings)
     clipped = ratio.clamp(1 - settings.epsilon, 1 + settings.epsilon_high)
     surrogate = torch.minimum(ratio * terms.advantage, clipped * terms.advantage)
-    return -torch.where(within(ratio.detach(), settings), surrogate, torch.zeros_like(surrogate))
+    return -torch.where(kept, surrogate, torch.zeros_like(surrogate))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Rank 0's side of the rollout queue: take groups, drop what is too old, fill the micro-batches of a step."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -177,8 +178,9 @@ class SampleFeed:
 
     def _observe(self, plan: StepPlan, version: int) -> None:
         add, now = self._window.add, time.monotonic()
-        rewards = [sample.reward for sample in plan.samples]
-        add("reward_kept", sum(rewards) / len(rewards), len(rewards))
+        rewards = [sample.reward for sample in plan.samples if not math.isnan(sample.reward)]
+        if rewards:
+            add("reward_kept", sum(rewards) / len(rewards), len(rewards))
         for sample in plan.samples:
             staleness = version - sample.oldest_version
             add("sample/staleness_mean", staleness)

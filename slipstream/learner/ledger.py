@@ -21,6 +21,7 @@ class _Open:
     position: int
     row_index: int
     outstanding: int
+    restored: bool = False
     outcomes: Counter[str] = field(default_factory=Counter)
     versions: list[int] = field(default_factory=list)
 
@@ -68,11 +69,13 @@ class Ledger:
         """Open the groups whose remainder a checkpoint held."""
         for sample in samples:
             epoch, position = divmod(sample.number, self._length)
-            self._open.setdefault(sample.number, _Open(epoch, position, -1, 0)).outstanding += 1
+            self._open.setdefault(sample.number, _Open(epoch, position, -1, 0, restored=True)).outstanding += 1
 
     def arrived(self, result: GroupResult) -> None:
         """A group came from the rollout process."""
-        entry = _Open(result.epoch, result.position, result.row_index, len(result.samples), Counter(result.dropped))
+        entry = _Open(
+            result.epoch, result.position, result.row_index, len(result.samples), outcomes=Counter(result.dropped)
+        )
         self._open[result.number] = entry
         self._settle_if_done(result.number)
 
@@ -99,8 +102,8 @@ class Ledger:
             self._settle_if_done(number, self._step)
 
     def partly_trained(self) -> set[int]:
-        """Numbers of open prompts of which a finished step has trained some samples already."""
-        return {number for number, entry in self._open.items() if entry.outcomes[TRAINED]}
+        """Numbers of open prompts of which a finished step, here or before a resume, has trained some samples already."""
+        return {number for number, entry in self._open.items() if entry.restored or entry.outcomes[TRAINED]}
 
     def _settle_if_done(self, number: int, step: int | None = None) -> None:
         entry = self._open[number]

@@ -233,6 +233,8 @@ class VLLMClient:
                     if 400 <= response.status < 500 and response.status not in (408, 425, 429):
                         raise GenerationError(f"{route} answered {response.status}: {message}", response.status)
                     last = f"{route} answered {response.status}: {message}"
+            except aiohttp.ConnectionTimeoutError as error:  # a TimeoutError too, but nobody is there to be slow
+                last = f"{route}: {type(error).__name__}: {error}"
             except TimeoutError:
                 timeouts += 1
                 last = f"{route}: no answer within {self._timeout_s:g} s"

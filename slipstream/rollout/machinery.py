@@ -206,6 +206,10 @@ class LoopMachinery(ABC):
                 result = await self._score_group(number, group, rollouts)
             finally:
                 self._scoring -= 1
+            # a group that is dropped tells the size of the next as well as one that is kept
+            size = result.cost or assign_costs([s for sequences in group.completions_sequences for s in sequences])
+            if size:
+                self._recent_costs.append(size)
             self._hand_over(result)
 
     async def _score_group(self, number: int, group: RolloutGroup, rollouts: list[Rollout | None]) -> GroupResult:
@@ -253,8 +257,6 @@ class LoopMachinery(ABC):
         now = time.monotonic()
         for sample in result.samples:
             sample.queued_at = now
-        if result.samples or sum(result.dropped.values()) > 1:
-            self._recent_costs.append(max(result.cost, 1))
         self._finished_cost += result.cost
         self._handed_over += 1
         self._buffer.put(result)
@@ -264,7 +266,7 @@ class LoopMachinery(ABC):
         self._hand_over(GroupResult(number, epoch, position, row_index, [], {reason: 1}))
 
     def _outstanding(self) -> Outstanding:
-        costs = [cost for cost in self._recent_costs if cost > 1] or list(self._recent_costs)
+        costs = self._recent_costs
         mean = sum(costs) / len(costs) if costs else None
         return Outstanding(self._finished_cost, len(self._groups), self._scoring, mean)
 
@@ -278,7 +280,9 @@ class LoopMachinery(ABC):
         """Start groups in prompt order as the bounds allow; at the end of the data wait for the last, and say so."""
         order_of: tuple[int, Any] = (-1, None)
         filtered_epoch, rejected = -1, 0
+        begun_prompts = 0
         for number in self._setup.position.numbers(self._setup.end):
+            begun_prompts += 1
             epoch, position = divmod(number, len(self.dataset))
             if order_of[0] != epoch:
                 order_of = (epoch, prompt_order(len(self.dataset), epoch, self._setup.seed, self._setup.shuffle))
@@ -306,7 +310,8 @@ class LoopMachinery(ABC):
             self._in_flight_rollouts += self.config.num_generations
             task.add_done_callback(functools.partial(self._group_done, number, row_index))
             await asyncio.sleep(0)
-        while self._groups or self._scoring:
+        # counted, not inferred from what is under way: a group that ended in an exception is never handed over
+        while self._handed_over < begun_prompts:
             await asyncio.sleep(POLL_S)
         self._buffer.put(t.EndOfData(self._handed_over))
 
