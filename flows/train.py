@@ -9,6 +9,7 @@ from typing import Any
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
 
 from cluster.decide import Decision, Kind, Observation
 from slipstream.run_config import RunConfig
@@ -103,7 +104,16 @@ def _outcome_of(error: BaseException) -> Outcome:
     return Outcome(Kind.CANCELLED, f"interrupted by {type(error).__name__}")
 
 
-@flow(name="train", persist_result=False)
+def _flow_run_name() -> str:
+    """The run's id where it is known before the run; else the configuration's name."""
+    given = flow_run.parameters
+    if given.get("run_dir"):
+        return Path(str(given["run_dir"])).name
+    config = given.get("config")
+    return str(given.get("run_id") or getattr(config, "name", None) or "run")
+
+
+@flow(name="train", flow_run_name=_flow_run_name, persist_result=False)
 def train(config: RunConfig, run_id: str | None = None) -> str:
     """Train a model with asynchronous reinforcement learning.
 
@@ -117,7 +127,7 @@ def train(config: RunConfig, run_id: str | None = None) -> str:
     return _run_attempt(run_dir, attempt)
 
 
-@flow(name="resume", persist_result=False)
+@flow(name="resume", flow_run_name=_flow_run_name, persist_result=False)
 def resume(run_dir: str) -> str:
     """Continue a run from its newest complete checkpoint, as a new attempt of the same run.
 

@@ -37,6 +37,9 @@ class RunFailed(Exception):
     def last_lines(self) -> str:
         return self.outcome.last_lines
 
+    def __repr__(self) -> str:
+        return f"RunFailed({self.outcome.reason!r})"
+
     def __str__(self) -> str:
         text = f"the run failed: {self.outcome.reason}"
         if self.outcome.last_lines:

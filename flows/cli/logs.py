@@ -25,9 +25,11 @@ class LateFileHandler(logging.Handler):
 
 
 def prefect_logs_to(path: Path) -> None:
-    """Take Prefect's console handlers away and write its log to `path`. Call it after importing prefect."""
+    """Set Prefect's logging up, take its console handlers away, and write its log to `path`."""
+    from prefect.logging.configuration import setup_logging
     from prefect.logging.handlers import PrefectConsoleHandler
 
+    setup_logging()  # a flow does it too, but only the first call makes handlers
     names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "prefect"]
     for logger in [logging.getLogger(), *(logging.getLogger(name) for name in names)]:
         for handler in list(logger.handlers):

@@ -106,13 +106,14 @@ class PlainPrinter:
         self._printed = 0
 
     def show(self, snapshot: Snapshot, elapsed_s: float) -> None:
-        phase = phase_text(snapshot)
-        if phase != self._phase and not (self._printed and phase == snapshot.learner):
-            self._phase = phase
-            self._write(f"[{clock(elapsed_s)}] {phase}")
         for window in snapshot.windows[self._printed :]:
             self._write(window_line(window, snapshot.max_steps, elapsed_s))
         self._printed = len(snapshot.windows)
+        phase = phase_text(snapshot)
+        # once training, the phases of each step would drown the windows
+        if phase != self._phase and not (self._printed and phase == snapshot.learner):
+            self._phase = phase
+            self._write(f"[{clock(elapsed_s)}] {phase}")
 
 
 @contextlib.contextmanager

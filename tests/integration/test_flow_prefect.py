@@ -1,0 +1,147 @@
+"""The flow against a Prefect server that runs, and called as a plain function."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.jobs import cancel_jobs, job_processes
+from slipstream.process import last_lines, spawn, stop
+from slipstream.run_folder import RunFolder, read_json
+from tasks.prepare import all_jobs
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[2]
+STANDINS = ROOT / "tests" / "standins"
+PASSWORD = "tester:not-a-real-secret"
+PATIENCE_S = 180
+
+
+def environment(**more: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return clean | {
+        "PYTHONPATH": str(STANDINS),
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a `prefect server start` that asks for a password."""
+    home = tmp_path_factory.mktemp("prefect-server")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    argv = [sys.executable, "-m", "prefect", "server", "start", "--no-ui", "--host", "127.0.0.1", "--port", str(port)]
+    settings = {
+        "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_API_AUTH_STRING": PASSWORD,
+        "PREFECT_API_AUTH_STRING": PASSWORD,
+    }
+    server = spawn(argv, home / "server.log", environment(**settings))
+    url = f"http://127.0.0.1:{port}/api"
+    end = time.monotonic() + PATIENCE_S
+    try:
+        while True:
+            try:
+                if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                pass
+            assert server.poll() is None, last_lines(home / "server.log")
+            assert time.monotonic() < end, "the Prefect server did not start"
+            time.sleep(0.2)
+        yield url
+    finally:
+        stop(server)
+
+
+def ask(url: str, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    user, _, secret = PASSWORD.partition(":")
+    response = httpx.post(f"{url}/{route}", json=body, auth=(user, secret), trust_env=False)
+    response.raise_for_status()
+    return list(response.json())
+
+
+@pytest.mark.parametrize(
+    ("faults", "code", "state", "words"),
+    [("", 0, "COMPLETED", ""), ("learner:kill", 1, "FAILED", "the learner has ended: its process is gone")],
+)
+def test_a_running_server_sees_the_run(
+    api: str, tmp_path: Path, faults: str, code: int, state: str, words: str
+) -> None:
+    command = [sys.executable, str(STANDINS / "standin_cli.py"), "train", "examples/demo.toml"]
+    command += ["--set", f"storage.root={tmp_path}", "--set", f"name=r{code}"]
+    settings = {
+        "PREFECT_HOME": str(tmp_path / "home"),
+        "PREFECT_API_URL": api,
+        "PREFECT_API_AUTH_STRING": PASSWORD,
+        "STANDIN": faults,
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(**settings), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    (path,) = tmp_path.glob("r*")
+    (flow_run,) = [run for run in ask(api, "flow_runs/filter", {}) if run["name"] == path.name]
+    assert flow_run["state_type"] == state
+    assert words in (flow_run["state"]["message"] or "")
+    tasks = ask(api, "task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run["id"]]}}})
+    names = {task["name"].rsplit("-", 1)[0] for task in tasks}
+    assert names == {"prepare", "start server", "start learner", "supervise"} | ({"finish"} if code == 0 else set())
+    if code:
+        assert f"error: the run failed: {words}" in done.stderr
+        assert "learner about to be killed" in done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+        assert (read_json(path / "outcome.json") or {})["role"] == "learner"
+        assert (path / "report.html").is_file()
+    assert PASSWORD not in done.stdout + done.stderr
+    assert not (tmp_path / ".prefect").exists()
+
+
+def test_called_as_a_function_it_needs_no_server_and_term_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from cluster import entry\n"
+        "for role in ('server', 'learner'):\n"
+        "    entry.LEADERS[role] = f'standin_roles:{role}'\n"
+        "from slipstream.config_file import load_config\n"
+        "from flows.train import train\n"
+        f"train(load_config('examples/demo.toml', ['storage.root={tmp_path}']), 'r')\n"
+    )
+    log = tmp_path / "log"
+    settings = {"PREFECT_HOME": str(tmp_path / "home"), "STANDIN": "learner:hang"}
+    with open(log, "wb") as out:
+        flow = subprocess.Popen(
+            [sys.executable, str(script)], cwd=ROOT, env=environment(**settings), stdout=out, stderr=subprocess.STDOUT
+        )
+    run = RunFolder(tmp_path / "r")
+    end = time.monotonic() + PATIENCE_S
+    try:
+        while (read_json(run.heartbeat_file("supervisor")) or {}).get("phase") != "training":
+            assert flow.poll() is None, last_lines(log)
+            assert time.monotonic() < end, last_lines(log)
+            time.sleep(0.1)
+        assert len([process for job in all_jobs(run) for process in job_processes(job)]) >= 6
+        flow.send_signal(signal.SIGTERM)
+        assert flow.wait(PATIENCE_S) != 0
+        assert [process for job in all_jobs(run) for process in job_processes(job)] == []
+        assert "TerminationSignal" in (read_json(run.cancel_file) or {})["why"]
+        assert (read_json(run.path / "outcome.json") or {})["kind"] == "cancelled"
+    finally:
+        if flow.poll() is None:
+            flow.kill()
+            flow.wait()
+        cancel_jobs(all_jobs(run), grace_s=0.1)

@@ -1,0 +1,30 @@
+"""One rank of torchrun: every case of the loss, and a resumed training; what it did is saved as RANK.pt.
+
+torchrun … -m tests.standins.learner_ranks FOLDER
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.learner_cases import CASES, run_case
+from tests.learner_replay import snapshot
+from tests.learner_resume import new_trainer
+
+
+def main(folder: Path) -> None:
+    steps = {name: run_case(case, folder / "cases") for name, case in CASES.items()}
+    whole = new_trainer(folder / "whole", num_steps=4)
+    whole.train()
+    resumed = new_trainer(folder / "resumed", num_steps=4, seed=1)
+    resumed.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-2"))
+    result = {"steps": steps, "whole": snapshot(whole.model), "resumed": snapshot(resumed.model)}
+    torch.save(result, folder / f"{os.environ['RANK']}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,103 @@
+"""The command line: --dry-run, refusals, exit codes. Nothing is started here."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from flows.cli.main import main
+from slipstream.config_file import load_config, parse_config
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret-value")
+    return CliRunner()
+
+
+def normalised(text: str, root: Path) -> str:
+    """Output without what differs from machine to machine."""
+    for found, name in ((str(root), "ROOT"), (sys.executable, "PYTHON"), (str(ROOT), "REPO")):
+        text = text.replace(found, name)
+    return re.sub(r"\S*/bin/python\S*", "PYTHON", text)
+
+
+def commands_of(text: str) -> str:
+    return text[text.index("# --- server: job") :]
+
+
+@pytest.mark.parametrize("example", ["demo", "qwen3_slurm_multinode"])
+def test_dry_run_prints_every_command_and_writes_nothing(cli: CliRunner, tmp_path: Path, example: str) -> None:
+    path = f"examples/{example}.toml"
+    override = f"storage.root={tmp_path / 'runs'}"
+    result = cli.invoke(main, ["train", path, "--set", override, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    printed = result.output[: result.output.index("# --- server: job")]
+    assert parse_config(tomllib.loads(printed)) == load_config(path, [override])
+    golden = GOLDEN / f"dry_run_{example}.txt"
+    text = normalised(commands_of(result.output), tmp_path)
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+    assert "s3cret-value" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_is_the_demo_configuration(cli: CliRunner) -> None:
+    demo = cli.invoke(main, ["demo", "--seed", "7", "--dry-run"]).output
+    train = cli.invoke(main, ["train", "examples/demo.toml", "--set", "trainer.seed=7", "--dry-run"]).output
+    assert "seed = 7" in demo
+    assert demo == train
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["train", "nowhere.toml"], "there is no such file"),
+        (["train", "examples/demo.toml", "--set", "trainer.max_stepz=3"], "did you mean trainer.max_steps"),
+        (["train", "examples/demo.toml", "--set", "trainer.max_steps=many"], "trainer.max_steps"),
+        (["train", "examples/demo.toml", "--set", "cluster.profile=nowhere"], "Known profiles: local, slurm"),
+        (["train", "examples/demo.toml", "--set", "recovery.max_restarts=1"], "recovery.max_restarts = 1"),
+        (["train", "examples/demo.toml", "--set", "model.name=./no-such-model"], "model.name"),
+        (["train", "examples/demo.toml", "--set", "data.source=no-such.jsonl"], "data.source"),
+        (["train", "examples/demo.toml", "--set", "reward.functions=['nowhere:f']"], "reward.functions"),
+        (["status", "no-such-run"], "there is no run 'no-such-run'"),
+        (["stop", "no-such-run"], "there is no run 'no-such-run'"),
+        (["report", "no-such-run"], "there is no run 'no-such-run'"),
+        (["resume", "no-such-run"], "there is no run 'no-such-run'"),
+    ],
+)
+def test_a_refusal_is_a_message_and_exit_code_2(
+    cli: CliRunner, tmp_path: Path, argv: list[str], words: str
+) -> None:
+    if argv[0] == "train":
+        argv = [*argv, "--set", f"storage.root={tmp_path / 'runs'}"]
+    else:
+        argv = [*argv, "--root", str(tmp_path / "runs")]
+    result = cli.invoke(main, argv)
+    assert result.exit_code == 2, result.output
+    assert words in result.output
+    assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from flows.cli.main import main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "heavy = {'prefect', 'torch', 'transformers', 'datasets', 'submitit', 'matplotlib', 'pydantic'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout

@@ -1,0 +1,108 @@
+"""What the progress displays say, from a run folder."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flows.cli.progress import PlainPrinter, clock, phase_text, render, sparkline, window_line
+from flows.cli.snapshot import Snapshot, held_out_before_after, take_snapshot
+from flows.cli.summary import status, summary
+from slipstream.run_folder import RunFolder, append_jsonl, write_atomic, write_json
+
+WINDOW = {
+    "step": 3, "time": 1.0, "reward": 0.5, "sample/staleness_mean": 1.25, "rollout/generated_tokens_per_s": 3456.7,
+    "rollout/queue_size": 12.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder.create(tmp_path, "r")
+    write_atomic(folder.run_file, 'name = "r"\n')
+    return folder
+
+
+def beat(run: RunFolder, who: str, attempt: int = 1, **values: object) -> None:
+    write_json(run.heartbeat_file(who), {"attempt": attempt, "counter": 1, **values})
+
+
+def shown(snapshot: Snapshot, elapsed_s: float = 65.0) -> str:
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(snapshot, elapsed_s))
+    return console.export_text()
+
+
+def test_sparkline() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([0.2]) == "▁"
+    assert sparkline([0.0, 1.0, 0.5]) == "▁█▄"
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert len(sparkline([float(i) for i in range(1000)], width=40)) == 40
+
+
+def test_clock() -> None:
+    assert [clock(s) for s in (0, 59.9, 61, 3600 + 62)] == ["0:00", "0:59", "1:01", "1:01:02"]
+
+
+def test_a_window_as_a_plain_line() -> None:
+    line = window_line(WINDOW, 60, 83.0)
+    assert line == "[1:23] step 3/60  reward 0.500  staleness 1.25  generated tok/s 3,457  queue 12"
+    assert window_line({"step": 0, "eval/reward": 0.31}, 0, 0) == "[0:00] step 0  held-out reward 0.310"
+
+
+def test_a_run_in_preparation_while_loading_and_while_training(run: RunFolder) -> None:
+    assert phase_text(take_snapshot(run)) == "preparing"
+    run.begin_attempt(None, 0)
+    beat(run, "supervisor", phase="the server is starting")
+    beat(run, "server-0", phase="starting")
+    beat(run, "learner", phase="loading the model")
+    assert phase_text(take_snapshot(run)) == "server: starting · learner: loading the model"
+    write_json(run.endpoint_file(), {"attempt": 1, "url": "http://127.0.0.1:1"})
+    beat(run, "supervisor", phase="training")
+    beat(run, "learner", phase="waiting for rollouts", step=3, max_steps=60)
+    append_jsonl(run.records(1) / "metrics.jsonl", {"step": 0, "eval/reward": 0.3})
+    append_jsonl(run.records(1) / "metrics.jsonl", WINDOW)
+    snapshot = take_snapshot(run)
+    assert (snapshot.server, snapshot.step, snapshot.max_steps) == ("ready", 3, 60)
+    text = shown(snapshot)
+    for word in ("waiting for rollouts", "3/60", "0.500", "0.300", "1:05", "staleness 1.25", "queue 12"):
+        assert word in text
+
+
+def test_a_heartbeat_of_an_earlier_attempt_is_not_shown(run: RunFolder) -> None:
+    run.begin_attempt(None, 0)
+    beat(run, "learner", attempt=1, phase="training", step=9)
+    run.begin_attempt("output/a1/checkpoint-5", 5)
+    assert take_snapshot(run).step == 0
+    assert take_snapshot(run).attempt == 2
+
+
+def test_the_plain_printer_says_each_thing_once() -> None:
+    lines: list[str] = []
+    printer = PlainPrinter(lines.append)
+    loading = Snapshot("r", 1, phase="starting", server="starting", learner="loading")
+    training = Snapshot("r", 1, phase="training", learner="training", windows=[WINDOW], max_steps=60)
+    more = Snapshot("r", 1, phase="training", learner="saving", windows=[WINDOW, {**WINDOW, "step": 4}], max_steps=60)
+    for snapshot in (loading, loading, training, training, more, more):
+        printer.show(snapshot, 1.0)
+    assert [line.split("  ")[0] for line in lines] == [
+        "[0:01] server: starting · learner: loading",
+        "[0:01] step 3/60",
+        "[0:01] step 4/60",
+    ]
+
+
+def test_summary_and_status(run: RunFolder) -> None:
+    run.begin_attempt(None, 0)
+    write_json(run.path / "origin.json", {"cwd": "/", "time": 1000.0})
+    for step, value in ((0, 0.31), (30, 0.6), (60, 0.85)):
+        append_jsonl(run.records(1) / "metrics.jsonl", {"step": step, "eval/reward": value, "reward": value})
+    assert held_out_before_after(run) == (0.31, 0.85)
+    assert "state     server: starting · learner: starting" in status(run)
+    write_json(run.path / "result.json", {"attempt": 1, "steps": 60})
+    write_json(run.path / "outcome.json", {"attempt": 1, "kind": "finish", "reason": "the end", "time": 1125.0})
+    text = summary(run, ["slipstream", "demo", "--seed", "1"])
+    for part in ("0.310 → 0.850", "60", "2:05", str(run.output(1)), "metrics.jsonl", "report.html", "  slipstream demo --seed 1"):
+        assert part in text
+    assert "state     finish: the end" in status(run)

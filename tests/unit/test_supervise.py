@@ -1,0 +1,251 @@
+"""The run's plain functions, without Prefect, on real jobs that stand in for server and learner."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import entry
+from cluster.decide import Kind
+from cluster.jobs import cancel_jobs, job_processes, read_jobs
+from slipstream.config_file import ConfigError, Problem, dump_config, parse_config
+from slipstream.run_config import RunConfig
+from slipstream.run_folder import RunFolder, read_json, read_jsonl
+from tasks import prepare as preparing
+from tasks.finish import finish
+from tasks.interrupt import uninterrupted
+from tasks.outcome import NothingToResume, RunCancelled, RunFailed
+from tasks.prepare import all_jobs, live_supervisor, prepare, resume_prepare
+from tasks.start import start_learner, start_server
+from tasks.stop import stop
+from tasks.supervise import supervise
+
+STANDINS = Path(__file__).resolve().parents[1] / "standins"
+
+
+def config_in(root: Path, **sections: dict[str, Any]) -> RunConfig:
+    values: dict[str, Any] = {
+        "model": {"name": "m"},
+        "data": {"source": "d"},
+        "server": {"gpus": 0},
+        "learner": {"gpus": 0},
+        "storage": {"root": str(root)},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return parse_config(values)
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunFolder]]:
+    """Starts both stand-ins of a new run; every process is gone afterwards."""
+    monkeypatch.setenv("PYTHONPATH", str(STANDINS))
+    for role in ("server", "learner"):
+        monkeypatch.setitem(entry.LEADERS, role, f"standin_roles:{role}")
+    monkeypatch.setattr("slipstream.preflight.check", lambda config: [])
+    started: list[RunFolder] = []
+
+    def start(faults: str = "", **sections: dict[str, Any]) -> RunFolder:
+        monkeypatch.setenv("STANDIN", faults)
+        prepared = prepare(config_in(tmp_path, **sections), "r")
+        started.append(prepared.run)
+        start_server(prepared.run, 1)
+        start_learner(prepared.run, 1)
+        return prepared.run
+
+    yield start
+    for run in started:
+        cancel_jobs(all_jobs(run), grace_s=0.1)
+
+
+def wait_for(path: Path, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not (path.exists() and path.stat().st_size):
+        assert time.monotonic() < end, f"{path} was not written within {seconds} s"
+        time.sleep(0.02)
+
+
+def processes(run: RunFolder) -> list[Any]:
+    return [process for job in all_jobs(run) for process in job_processes(job)]
+
+
+def test_a_run_finishes_and_leaves_no_process(begin: Callable[..., RunFolder]) -> None:
+    run = begin()
+    reasons: list[str] = []
+    outcome = supervise(run, 1, lambda seen, decision: reasons.append(decision.reason), poll_s=0.1)
+    assert outcome.kind is Kind.FINISH
+    assert reasons[-1] == "the learner has finished"
+    assert not processes(run)
+    report = finish(run, 1, outcome)
+    assert report == run.report_file
+    assert (read_json(run.path / "outcome.json") or {})["kind"] == "finish"
+    assert (read_json(run.heartbeat_file("supervisor")) or {})["phase"] == "ended"
+    assert live_supervisor(run) == ""
+    events = [line["event"] for line in read_jsonl(run.records(1) / "supervisor.jsonl")]
+    assert events[0] == "prepared"
+    assert any(event.startswith("server submitted: job ") for event in events)
+    with pytest.raises(NothingToResume, match="has finished"):
+        resume_prepare(run.path)
+
+
+@pytest.mark.parametrize(
+    ("faults", "limits", "role", "reason", "last_line"),
+    [
+        ("server:die", {}, "server", "exit code 3: server is out of luck", "server: RuntimeError: out of luck"),
+        ("learner:die", {}, "learner", "exit code 3: learner is out of luck", "learner: RuntimeError: out of luck"),
+        ("learner:kill", {}, "learner", "left no exit record", "learner about to be killed"),
+        ("server:raise", {}, "server", "the server's leader is broken", "RuntimeError: the server's leader is broken"),
+        (
+            "server:hang",
+            {"server": {"startup_timeout": 1.0}},
+            "server",
+            "server.startup_timeout = 1 s",
+            "server child ",
+        ),
+        ("learner:hang", {"learner": {"step_timeout": 1.0}}, "learner", "learner.step_timeout = 1 s", "learner child "),
+    ],
+)
+def test_what_breaks_ends_the_run_with_the_right_log(
+    begin: Callable[..., RunFolder], faults: str, limits: dict[str, Any], role: str, reason: str, last_line: str
+) -> None:
+    run = begin(faults, **limits)
+    for started in ("server", "learner"):
+        wait_for(run.log_file(started, 1))
+    with pytest.raises(RunFailed) as caught:
+        supervise(run, 1, poll_s=0.1)
+    assert caught.value.role == role
+    assert reason in caught.value.reason
+    assert any(line.startswith(last_line) for line in caught.value.last_lines.splitlines())
+    other = {"server": "learner child", "learner": "server child"}[role]
+    assert other not in caught.value.last_lines
+    assert caught.value.outcome.log in str(caught.value)
+    assert not processes(run)
+
+
+def test_a_stop_from_outside_ends_it_and_is_not_called_a_failure(begin: Callable[..., RunFolder]) -> None:
+    run = begin("learner:hang")
+    threading.Thread(target=lambda: stop(run, "anna", "enough")).start()
+    with pytest.raises(RunCancelled, match="anna: enough"):
+        supervise(run, 1, poll_s=0.1)
+    assert not processes(run)
+    assert stop(run, "bert", "me too") == []
+    assert (read_json(run.cancel_file) or {})["who"] == "anna"
+
+
+def test_an_interrupt_cancels_on_storage_and_leaves_no_process(begin: Callable[..., RunFolder]) -> None:
+    run = begin("learner:hang")
+
+    def interrupt(_seen: Any, decision: Any) -> None:
+        if decision.reason == "training":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        supervise(run, 1, interrupt, poll_s=0.1)
+    assert "KeyboardInterrupt" in (read_json(run.cancel_file) or {})["why"]
+    assert not processes(run)
+
+
+def test_resume_stops_what_was_left_and_begins_a_new_attempt(begin: Callable[..., RunFolder], tmp_path: Path) -> None:
+    run = begin("learner:hang")
+    stop(run, "anna", "enough")  # as a stop whose jobs come back to life below would leave it
+    start_server(run, 1)
+    left = read_jobs(run, 1)[-1]
+    prepared = resume_prepare(run.path)
+    assert prepared.attempt == 2
+    assert "server (attempt 1" in prepared.notes[0]
+    assert "from the start" in prepared.notes[1]
+    assert not job_processes(left)
+    assert not run.cancel_file.exists()
+    assert (run.path / "cancel-1.json").exists()
+    assert run.fence(2)["step"] == 0
+
+
+def test_resume_of_a_running_run_is_refused(begin: Callable[..., RunFolder]) -> None:
+    run = begin("learner:hang")
+    done = threading.Event()
+
+    def watch() -> None:
+        with pytest.raises(RunCancelled):
+            supervise(run, 1, lambda seen, decision: done.set(), poll_s=0.1)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    done.wait(60)
+    try:
+        with pytest.raises(NothingToResume, match="is running"):
+            resume_prepare(run.path)
+    finally:
+        stop(run, "test", "over")
+        thread.join(60)
+
+
+def test_nothing_is_created_where_the_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: RunConfig) -> None:
+        raise ConfigError([Problem("model.name", "m", "there is no such model")])
+
+    monkeypatch.setattr("slipstream.preflight.check", refuse)
+    for sections in (
+        {"cluster": {"profile": "nowhere"}},
+        {"cluster": {"profile": "slurm"}},
+        {"recovery": {"max_restarts": 2}},
+        {},
+    ):
+        with pytest.raises(ConfigError):
+            prepare(config_in(tmp_path / "root", **sections), "r")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_stored_configuration_is_the_given_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.preflight.check", lambda config: [])
+    config = config_in(tmp_path, trainer={"max_steps": 7})
+    run = prepare(config, "r").run
+    assert preparing.stored_config(run) == config
+    assert run.run_file.read_text() == dump_config(config)
+    assert preparing.started_in(run) == Path.cwd()
+    assert run.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_second_ctrl_c_does_not_break_a_clean_up(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\n"
+        "from tasks.interrupt import uninterrupted\n"
+        "try:\n"
+        "    print('ready', flush=True); time.sleep(600)\n"
+        "except KeyboardInterrupt:\n"
+        "    with uninterrupted():\n"
+        "        print('cleaning', flush=True)\n"
+        "        input()\n"
+        "        print('clean', flush=True)\n"
+    )
+    child = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGINT)
+    assert child.stdout.readline() == "cleaning\n"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        child.send_signal(number)
+        time.sleep(0.05)
+    output, _ = child.communicate("\n", timeout=60)
+    assert output == "clean\n"
+    assert child.returncode == 0
+
+
+def test_a_held_back_signal_is_delivered_after_the_section() -> None:
+    inside: list[str] = []
+
+    def section() -> None:
+        with uninterrupted(deliver_after=True):
+            os.kill(os.getpid(), signal.SIGINT)
+            inside.append("went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        section()
+    assert inside == ["went on"]
