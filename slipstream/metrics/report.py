@@ -164,15 +164,14 @@ def draw(panel: Panel, windows: Sequence[dict[str, Any]], starts: Sequence[int] 
     for curve, steps, values in drawn:
         axis = right if curve.right and right is not None else left
         marker = "o" if curve.marked or len(steps) == 1 else None
-        look = {"color": curve.color, "linewidth": 1.5, "marker": marker, "markersize": 4}
+        look: dict[str, Any] = {"color": curve.color, "linewidth": 1.5, "marker": marker, "markersize": 4}
         lines += axis.plot(steps, values, label=curve.label, **look)
     for step in starts:
         left.axvline(step, color=GREY, linewidth=0.8, linestyle=":")
-    for axis in (left, right):
-        if axis is not None:
-            axis.spines[["top"]].set_visible(False)
-            axis.spines[["left", "right", "bottom"]].set_color("#d1d5db")
-            axis.tick_params(colors="#4b5563", labelsize=8)
+    for axis in (left,) if right is None else (left, right):
+        axis.spines[["top"]].set_visible(False)
+        axis.spines[["left", "right", "bottom"]].set_color("#d1d5db")
+        axis.tick_params(colors="#4b5563", labelsize=8)
     left.spines["right"].set_visible(right is not None)
     left.grid(axis="y", color="#f3f4f6")
     left.set_xlabel("optimizer step", fontsize=8, color="#4b5563")
