@@ -1,0 +1,70 @@
+"""A real learner under torchrun with two ranks, its rollout process, and a real vLLM server."""
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slipstream.learner.ledger import audit
+from slipstream.run_folder import read_jsonl
+from tests.learner_process import begin_attempt, finish, learner, learner_run, ranks_of, step_of, write_prompts
+from tests.serving_process import VllmServer, wait_for
+
+pytestmark = pytest.mark.integration
+
+PROMPTS = 40
+EPOCHS = 2
+
+
+def test_killed_half_way_and_resumed_every_prompt_is_settled_exactly_once_per_epoch(
+    vllm_server: VllmServer, tmp_path: Path
+) -> None:
+    data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
+    run = learner_run(tmp_path / "runs", "epochs", vllm_server, data, num_train_epochs=EPOCHS)
+    with learner(run, 1) as leader:
+        wait_for(lambda: step_of(run) >= 4, "the fourth step", 180)
+        family = psutil.Process(leader.pid).children(recursive=True)
+        ranks_of(leader)[0].send_signal(signal.SIGKILL)
+        wait_for(lambda: leader.poll() is not None, "the end of the learner after a rank was killed")
+        assert leader.returncode != 0
+    wait_for(lambda: not any(p.is_running() for p in family), "the end of every process of the learner", 30)
+
+    attempt = begin_attempt(run, vllm_server)
+    assert run.fence(attempt)["checkpoint"], "no complete checkpoint was left"
+    with learner(run, attempt) as leader:
+        finish(run, leader, attempt)
+
+    lines = list(run.merged_records("ledger.jsonl"))
+    assert audit(lines, PROMPTS, EPOCHS) == []
+    assert len(lines) == PROMPTS * EPOCHS
+    steps = [line["step"] for line in run.merged_records("metrics.jsonl") if "loss" in line]
+    assert steps == list(range(1, steps[-1] + 1)), "the numbering goes on"
+
+
+def test_killed_half_way_and_resumed_ends_at_the_same_last_step(vllm_server: VllmServer, tmp_path: Path) -> None:
+    data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
+    schedule = {"max_steps": 7, "lr_scheduler_type": "linear", "gradient_accumulation_steps": 2}
+    run = learner_run(tmp_path / "runs", "steps", vllm_server, data, **schedule)
+    with learner(run, 1) as leader:
+        wait_for(lambda: step_of(run) >= 3, "the third step", 180)
+        ranks_of(leader)[-1].send_signal(signal.SIGKILL)
+        wait_for(lambda: leader.poll() is not None, "the end of the learner after a rank was killed")
+
+    attempt = begin_attempt(run, vllm_server)
+    start = run.fence(attempt)["step"]
+    assert start >= 2
+    with learner(run, attempt) as leader:
+        result = finish(run, leader, attempt)
+
+    assert result["steps"] == 7
+    logged = {line["step"]: line["learning_rate"] for line in run.merged_records("metrics.jsonl") if "loss" in line}
+    assert sorted(logged) == list(range(1, 8))
+    for step, rate in logged.items():
+        assert rate == pytest.approx(1e-3 * (1 - (step - 1) / 7)), "the same schedule before and after the resume"
+    state = json.loads((run.output(attempt) / "checkpoint-7" / "rollout_state.json").read_text())
+    assert state["model_version"] == 7
+    assert state["attempt"] == attempt
+    assert audit(run.merged_records("ledger.jsonl"), PROMPTS) == []
+    assert read_jsonl(run.records(1) / "metrics.jsonl"), "the first attempt's records stay"

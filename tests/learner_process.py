@@ -1,0 +1,117 @@
+"""A real learner job in tests, against a server that runs already."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from slipstream.config_file import dump_config
+from slipstream.learner.checkpoint import latest_complete
+from slipstream.run_config import RunConfig
+from slipstream.run_folder import RunFolder, read_json, write_atomic, write_json
+from tests.serving_process import VllmServer, wait_for
+
+FINISH_S = 300.0
+
+
+def write_prompts(path: Path, count: int) -> Path:
+    """A conversational data set of short prompts."""
+    rows = [{"prompt": [{"role": "user", "content": f"count {i}"}], "label": str(i)} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def learner_run(root: Path, run_id: str, server: VllmServer, data: Path, **trainer: Any) -> RunFolder:
+    """A run folder whose first attempt uses `server`."""
+    settings = {
+        "max_completion_length": 12,
+        "num_generations": 4,
+        "token_budget": 256,
+        "learning_rate": 1e-3,
+        "gradient_checkpointing": False,
+        "save_steps": 2,
+        **trainer,
+    }
+    config = RunConfig.model_validate(
+        {
+            "name": "test",
+            "model": {"name": str(server.model)},
+            "data": {"source": str(data)},
+            "reward": {"functions": ["tests.sample_rewards:low_bytes"]},
+            "trainer": settings,
+            "server": {"gpus": 0, "max_model_len": 512},
+            "learner": {"gpus": 0, "processes_per_node": 2},
+        }
+    )
+    run = RunFolder.create(root, run_id)
+    write_atomic(run.run_file, dump_config(config))
+    write_atomic(run.token_file, Path(server.token_file).read_text())
+    begin_attempt(run, server)
+    return run
+
+
+def begin_attempt(run: RunFolder, server: VllmServer) -> int:
+    """Claim the next attempt, from the newest complete checkpoint, with `server` as its endpoint."""
+    found = latest_complete(run)
+    checkpoint, step = (str(found[0].relative_to(run.path)), found[1]) if found else (None, 0)
+    attempt = run.begin_attempt(checkpoint, step)
+    endpoint = {"url": server.base_url, "incarnation": "test", "attempt": attempt, "model": str(server.model)}
+    write_json(run.endpoint_file(), {**endpoint, "authenticated": True, "capabilities": {}})
+    return attempt
+
+
+@contextlib.contextmanager
+def learner(run: RunFolder, attempt: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The learner job's leader; nothing of it is left afterwards."""
+    repository = Path(__file__).resolve().parents[1]
+    env = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONPATH": str(repository),
+    }
+    command = [sys.executable, "-m", "slipstream.learner.leader", str(run.path), "--attempt", str(attempt)]
+    leader = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield leader
+    finally:
+        if leader.poll() is None:
+            leader.send_signal(signal.SIGTERM)
+            try:
+                leader.wait(60)
+            except subprocess.TimeoutExpired:
+                leader.kill()
+        leader.wait()
+
+
+def ranks_of(leader: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The rank processes under a leader."""
+    found = []
+    for process in psutil.Process(leader.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "slipstream.learner.main" in process.cmdline() and "torch.distributed.run" not in process.cmdline():
+                found.append(process)
+    return found
+
+
+def step_of(run: RunFolder) -> int:
+    """The step that the learner's heartbeat names."""
+    return int((read_json(run.heartbeat_file("learner")) or {}).get("step", 0))
+
+
+def finish(run: RunFolder, leader: subprocess.Popen[bytes], attempt: int) -> dict[str, Any]:
+    """Wait for the learner's end; its result."""
+    wait_for(lambda: leader.poll() is not None, "the learner's end", FINISH_S)
+    log = run.log_file("learner", attempt)
+    assert leader.returncode == 0, log.read_text()[-4000:]
+    result = read_json(run.path / "result.json")
+    assert result is not None
+    return dict(result)
