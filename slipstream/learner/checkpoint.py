@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from slipstream.packing.sample import Sample
 from slipstream.rollout.setup import Position
@@ -32,6 +33,13 @@ def _digest(path: Path) -> str:
         while block := file.read(1 << 20):
             sha.update(block)
     return sha.hexdigest()
+
+
+def is_write_failure(error: BaseException) -> bool:
+    """Whether the storage refused a write: safetensors and torch.save report that as errors of their own."""
+    if isinstance(error, (OSError, SafetensorError)):
+        return True
+    return type(error) is RuntimeError and any(word in str(error) for word in ("inline_container", "PytorchStreamWriter"))
 
 
 def seal(checkpoint: Path) -> None:

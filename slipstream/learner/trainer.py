@@ -225,6 +225,7 @@ class AsyncGRPOTrainer(Trainer):
                 raise ckpt.CheckpointError(f"no complete checkpoint in {config.output_dir}: start without resuming")
             resume_from_checkpoint = str(found[-1][1])
         self._resumed = self._read_state(Path(resume_from_checkpoint)) if resume_from_checkpoint else None
+        self._saved_step = self._resumed[0].step if self._resumed else -1  # never written over, should no step follow
         epoch_based = config.max_steps <= 0
         end = math.ceil(config.num_train_epochs * len(self.train_dataset)) if epoch_based else None
         if epoch_based:  # the number of steps is not known; every step settles at least one sample
@@ -472,7 +473,9 @@ class AsyncGRPOTrainer(Trainer):
                 self._pipeline.write_state(path, self.state.global_step, self._sync.version)
                 ckpt.seal(path)
                 ckpt.rotate(path.parent, limit)
-        except OSError as error:
+        except Exception as error:
+            if not ckpt.is_write_failure(error):
+                raise
             if self._is_main:
                 shutil.rmtree(path, ignore_errors=True)
             raise ckpt.CheckpointError(
