@@ -139,6 +139,7 @@ class SampleFeed:
     def next_step(self, version: int) -> StepPlan | None:
         """Fill the micro-batches of one step at policy `version`; None when the data has ended. Blocks."""
         begun = time.monotonic()
+        self._publish()
         self._window.add("rollout/queue_size", self._source.num_samples)
         batches: list[MicroBatch] = []
         current = MicroBatch(self._ranks, self._budget)
@@ -164,17 +165,28 @@ class SampleFeed:
             plan.micro_batches.append(PlannedMicroBatch(rows, sum(row.num_terms for row in rows), batch.imbalance()))
             plan.samples += [sample for samples in batch.rows for sample in samples]
         self._ledger.in_step(plan.samples)
+        if self._max_staleness > 0:
+            self._release(plan)
+            self._publish()
         self._observe(plan, version)
         return plan
 
     def step_finished(self, plan: StepPlan) -> None:
-        """Publish what the step used, and settle its prompts."""
+        """Settle the step's prompts. Call it before the new policy is delivered."""
+        if self._max_staleness == 0:
+            self._release(plan)
+        self._ledger.step_finished()
+
+    def _release(self, plan: StepPlan) -> None:
+        """What a step trains on is not outstanding any more.
+
+        Counted as the step begins, so that the rollout process generates while it is trained. With `max_staleness = 0`
+        whatever is generated then would be dropped: counted after it, and published once the new policy is delivered.
+        """
         used = sum(sample.cost for sample in plan.samples)
         self._used_total += used
         if used:
             self._bound = outstanding_bound(self._max_staleness, used)
-        self._publish()
-        self._ledger.step_finished()
 
     def _observe(self, plan: StepPlan, version: int) -> None:
         add, now = self._window.add, time.monotonic()
