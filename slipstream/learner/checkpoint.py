@@ -39,7 +39,9 @@ def is_write_failure(error: BaseException) -> bool:
     """Whether the storage refused a write: safetensors and torch.save report that as errors of their own."""
     if isinstance(error, (OSError, SafetensorError)):
         return True
-    return type(error) is RuntimeError and any(word in str(error) for word in ("inline_container", "PytorchStreamWriter"))
+    return type(error) is RuntimeError and any(
+        word in str(error) for word in ("inline_container", "PytorchStreamWriter")
+    )
 
 
 def seal(checkpoint: Path) -> None:
