@@ -1,0 +1,147 @@
+"""Rewards of a group."""
+
+import asyncio
+import functools
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from slipstream.rollout.scoring import RewardError, score, total_rewards, unique_names
+from tests.groups import make_group
+
+
+def run(functions, arguments=None, count=2):
+    with ThreadPoolExecutor(4) as executor:
+        found = score(functions, unique_names(functions), executor, arguments or {}, count)
+        return asyncio.run(found)
+
+
+def by_length(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+async def awaited(completion_ids, **kwargs):
+    await asyncio.sleep(0)
+    return [None if not ids else 1 for ids in completion_ids]
+
+
+class Callable_:
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self, completion_ids, **kwargs):
+        return [self.value] * len(completion_ids)
+
+
+class AsyncCallable:
+    async def __call__(self, completion_ids, **kwargs):
+        return [2.0] * len(completion_ids)
+
+
+def scaled(completion_ids, factor, **kwargs):
+    return [factor * len(ids) for ids in completion_ids]
+
+
+def returns_coroutine(**kwargs):
+    return awaited(**kwargs)
+
+
+def test_every_kind_of_function_at_once():
+    functions = [
+        by_length,
+        awaited,
+        Callable_(3),
+        AsyncCallable(),
+        functools.partial(scaled, factor=0.5),
+        functools.partial(awaited),
+        returns_coroutine,
+    ]
+    rewards = run(functions, {"completion_ids": [[1, 2], []]})
+    expected = [[2, 0], [1, math.nan], [3, 3], [2, 2], [1, 0], [1, math.nan], [1, math.nan]]
+    assert np.array_equal(rewards, np.array(expected, dtype=float), equal_nan=True)
+
+
+def test_functions_run_side_by_side():
+    """Two that wait for each other, one in a thread and one on the loop: one after the other they would never end."""
+    arrived = threading.Event()
+
+    def threaded(**kwargs):
+        assert arrived.wait(30)
+        return [0.0, 0.0]
+
+    async def on_loop(**kwargs):
+        arrived.set()
+        return [1.0, 1.0]
+
+    assert run([threaded, on_loop]).tolist() == [[0, 0], [1, 1]]
+
+
+def test_the_arguments_reach_the_function_by_name():
+    seen = {}
+
+    def keep(**kwargs):
+        seen.update(kwargs)
+        return [0, 0]
+
+    arguments = {"prompts": [1, 2], "completions": [3, 4], "completion_ids": [5, 6], "gold": ["a", "b"]}
+    run([keep], arguments)
+    assert seen == arguments
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1.0], "returned 1 values for 2 completions"),
+        ([1.0, 2.0, 3.0], "returned 3 values for 2"),
+        (None, "must return a list of numbers or None"),
+        (1.0, "must return a list"),
+        (["x", 1], "must return a list"),
+        ([[1], [2]], "must return a list"),
+        ([math.inf, 0], "returned an infinite value"),
+    ],
+)
+def test_a_wrong_return_value_names_the_function(values, said):
+    def my_reward(**kwargs):
+        return values
+
+    with pytest.raises(RewardError, match=f"reward my_reward {said}"):
+        run([my_reward])
+
+
+def test_an_exception_names_the_function_and_is_the_cause():
+    def my_reward(**kwargs):
+        raise KeyError("gold")
+
+    async def my_async_reward(**kwargs):
+        raise ZeroDivisionError
+
+    with pytest.raises(RewardError, match="reward my_reward raised KeyError: 'gold'") as caught:
+        run([by_length, my_reward], {"completion_ids": [[], []]})
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(RewardError, match="reward my_async_reward raised ZeroDivisionError"):
+        run([my_async_reward])
+
+
+def test_names_are_told_apart():
+    assert unique_names([by_length, functools.partial(by_length), Callable_(1), by_length, AsyncCallable()]) == [
+        "by_length",
+        "by_length_2",
+        "Callable_",
+        "by_length_3",
+        "AsyncCallable",
+    ]
+
+
+def test_no_function_is_no_row():
+    assert run([], count=3).shape == (0, 3)
+
+
+def test_the_total_is_over_all_sources_and_nan_where_none_scored():
+    group = make_group(4, rollout_rewards=[None, 0.5, None, None], env_rewards=[None, None, (object, 2.0), None])
+    by_function = np.array([[1.0, math.nan, 0.25, math.nan], [10.0, math.nan, math.nan, math.nan]])
+    total = total_rewards(by_function, group)
+    assert np.array_equal(total, [11.0, 0.5, 2.25, math.nan], equal_nan=True)
+    assert np.array_equal(total_rewards(np.zeros((0, 4)), group), [math.nan, 0.5, 2.0, math.nan], equal_nan=True)
