@@ -56,6 +56,9 @@ class DataSection(Section):
     )
     split: str = Field("train", title="Split", description="Split of a hub dataset or datasets folder.")
     shuffle: bool = Field(True, title="Shuffle", description="Visit the prompts in a new random order each epoch.")
+    system_prompt: str | None = Field(
+        None, title="System prompt", description="Put before every prompt that has no system message; empty: none."
+    )
     eval_source: str | None = Field(
         None, title="Held-out data", description="Like the training data; never trained on. Empty: no evaluation."
     )

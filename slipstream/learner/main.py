@@ -61,29 +61,44 @@ def trainer_arguments(
     return arguments
 
 
+def adapter_config(config: RunConfig) -> Any:
+    """The LoRA configuration of a run, or None where all weights are trained."""
+    section = config.learner
+    if not section.use_lora:
+        return None
+    from peft import LoraConfig
+
+    modules = section.lora_target_modules
+    targets = modules[0] if modules == ["all-linear"] else modules
+    return LoraConfig(r=section.lora_rank, lora_alpha=section.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
+
+
 def train(run: RunFolder, config: RunConfig, attempt: int, reporter: Any, main_rank: bool) -> dict[str, Any]:
     """Build the trainer of this rank and train; what `result.json` says."""
     import torch
     from transformers.trainer_callback import PrinterCallback
 
     from slipstream.config import AsyncGRPOConfig
-    from slipstream.data import load_dataset_source
+    from slipstream.data import held_out_data, training_data
     from slipstream.learner.trainer import AsyncGRPOTrainer
     from slipstream.rewards.resolve import resolve_reward
 
     rewards = [resolve_reward(name, config.reward.paths) for name in config.reward.functions]
-    dataset = load_dataset_source(config.data.source, config.data.split)
-    held_out = None
-    if config.data.eval_source is not None:
-        held_out = load_dataset_source(config.data.eval_source, config.data.eval_split)
-        if config.data.eval_size is not None:
-            held_out = held_out.select(range(min(config.data.eval_size, len(held_out))))
+    dataset, held_out = training_data(config.data), held_out_data(config.data)
     reporter.phase("waiting for the server")
     endpoint = wait_for_endpoint(run, attempt, config.server.startup_timeout + 60)
     reporter.phase("loading the model")
     has_gpu = config.learner.gpus > 0 and torch.cuda.is_available()
     args = AsyncGRPOConfig(**trainer_arguments(config, run, attempt, endpoint, has_gpu))
-    trainer = AsyncGRPOTrainer(config.model.name, rewards, args, dataset, eval_dataset=held_out, reporter=reporter)
+    trainer = AsyncGRPOTrainer(
+        config.model.name,
+        rewards,
+        args,
+        dataset,
+        peft_config=adapter_config(config),
+        eval_dataset=held_out,
+        reporter=reporter,
+    )
     trainer.remove_callback(PrinterCallback)
     checkpoint = run.fence(attempt).get("checkpoint")
     begun = time.monotonic()

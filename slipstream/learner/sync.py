@@ -16,13 +16,36 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return gather() if callable(gather) else tensor
 
 
-def policy_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and full value of every parameter under its checkpoint name; tied ones once.
+def policy_parameters(model: nn.Module) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Name, dtype and full shape of what `policy_tensors` yields, without gathering anything."""
+    return [(name, parameter.dtype, tuple(parameter.shape)) for name, parameter, _ in _policy(model)]
 
+
+def policy_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and full value of every parameter under its checkpoint name; tied ones once; LoRA adapters merged.
+
+    The model's own weights are not touched: merging in place and back would let rounding pile up.
     Every rank of a sharded model must run through it in step.
     """
-    for name, parameter in model.named_parameters():
-        yield name, full_tensor(parameter.detach())
+    for name, parameter, layer in _policy(model):
+        value = full_tensor(parameter.detach())
+        if layer is not None:
+            for adapter in layer.active_adapters:
+                if adapter in layer.lora_A:
+                    value = value + full_tensor(layer.get_delta_weight(adapter).detach()).to(value.dtype)
+        yield name, value
+
+
+def _policy(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
+    """Name on the server, parameter, and the LoRA layer whose adapters are to be added (else None)."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # peft
+    for name, parameter in base.named_parameters():
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        layer = None
+        if name.endswith(".base_layer.weight"):
+            layer = base.get_submodule(name.removesuffix(".base_layer.weight"))
+        yield name.replace(".base_layer.", ".").replace(".modules_to_save.default.", "."), parameter, layer
 
 
 class PolicySync:
@@ -54,7 +77,7 @@ class PolicySync:
             for _ in policy_tensors(model):
                 pass
             return None
-        infos = [ParameterInfo(name, self._dtype or p.dtype, tuple(p.shape)) for name, p in model.named_parameters()]
+        infos = [ParameterInfo(name, self._dtype or dtype, shape) for name, dtype, shape in policy_parameters(model)]
         label = make_label(self._run_id, self._attempt, self.version)
         return self._transport.send(infos, policy_tensors(model), label)
 

@@ -17,6 +17,7 @@ from slipstream.algorithm.loss import LossSettings, ratio_stats, token_loss
 from slipstream.config import AsyncGRPOConfig
 from slipstream.data import fingerprint
 from slipstream.learner import checkpoint as ckpt
+from slipstream.learner.adapter import add_adapter, check_adapter
 from slipstream.learner.feed import PlannedMicroBatch, StepPlan
 from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.live import LivePipeline
@@ -68,6 +69,7 @@ class AsyncGRPOTrainer(Trainer):
         args: the configuration.
         train_dataset: rows with a conversational `prompt`; other columns reach the rewards.
         processing_class: the tokenizer; None loads the model's.
+        peft_config: a LoRA configuration: its adapter is trained, and delivered merged with the base weights.
         eval_dataset: held-out rows for `evaluate`.
         reporter: where records go; None outside a run.
 
@@ -103,7 +105,7 @@ class AsyncGRPOTrainer(Trainer):
         args = args if args is not None else AsyncGRPOConfig()
         self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
         self._check_arguments(args, train_dataset, peft_config, tools, environment_factory)
-        model, name = self._load_model(model, args)
+        loaded, name = self._load_model(model, args)
         if processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(
                 name,
@@ -117,6 +119,8 @@ class AsyncGRPOTrainer(Trainer):
             )
         if processing_class.pad_token is None:
             processing_class.pad_token = processing_class.eos_token
+        if peft_config is not None:
+            loaded = add_adapter(loaded, peft_config, args)
         self.model_name = name
         self.reporter = reporter or Reporter()
         self._window = Window()
@@ -130,7 +134,7 @@ class AsyncGRPOTrainer(Trainer):
         self._forward_backward_s = 0.0
         self.evaluations: list[dict[str, float]] = []
         super().__init__(
-            model=model,
+            model=loaded,
             args=args,
             data_collator=_identity,
             train_dataset=train_dataset,
@@ -179,7 +183,9 @@ class AsyncGRPOTrainer(Trainer):
                 raise ValueError(
                     f"reward_funcs: {function!r} is not callable; a reward model must be behind a function"
                 )
-        for name, value in (("peft_config", peft_config), ("tools", tools), ("environment_factory", environment)):
+        if peft_config is not None:
+            check_adapter(peft_config)
+        for name, value in (("tools", tools), ("environment_factory", environment)):
             if value:
                 raise ValueError(f"{name} is not supported yet: leave it out")
 

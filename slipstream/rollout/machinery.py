@@ -149,6 +149,8 @@ class LoopMachinery(ABC):
     def render(self, prompt: list[Message]) -> list[int]:
         """Token ids of a prompt in the model's chat template."""
         kwargs = self.config.chat_template_kwargs or {}
+        # a column of messages with differing keys comes back from storage with the missing ones as None
+        prompt = [{key: value for key, value in message.items() if value is not None} for message in prompt]
         encoded = self.tokenizer.apply_chat_template(
             prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **kwargs
         )

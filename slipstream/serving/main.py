@@ -32,6 +32,7 @@ from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, write_json
 from slipstream.serving.command import LOOPBACK, server_command, vllm_python
 from slipstream.serving.control import ServerControl, ServerError
+from slipstream.serving.guard import Guard
 from slipstream.serving.probe import Capabilities, check, probe
 
 HOST_ENV = "SLIPSTREAM_HOST"
@@ -61,7 +62,6 @@ def required(config: RunConfig) -> dict[str, Any]:
         "num_generations": config.trainer.num_generations,
         "sampling_mask": config.trainer.top_k > 0 and config.server.gpus > 0,
         "lora_rank": config.learner.lora_rank if config.learner.use_lora and config.server.enable_lora else None,
-        "weight_transfer": not (config.learner.use_lora and config.server.enable_lora),
     }
 
 
@@ -79,6 +79,7 @@ class Leader:
         self.signal: str | None = None
         self._woken = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
+        self._guard: Guard | None = None
         self._temporary = ""
 
     def on_signal(self, name: str) -> None:
@@ -99,8 +100,7 @@ class Leader:
             if self.signal is None:
                 reason = f"{type(error).__name__}: {error}"
         finally:
-            if self._child is not None:
-                stop(self._child)
+            self._end_child()
             shutil.rmtree(self._temporary, ignore_errors=True)
         if self.signal is not None:
             code, reason = 0, f"stopped by {self.signal}"
@@ -116,6 +116,7 @@ class Leader:
             port = free_port(self.host)
             argv, env = server_command(self.config, self.run, port, python, self.host)
             self._child = child = spawn(argv, self.log, {**os.environ, "TMPDIR": self._temporary, **env})
+            self._guard = Guard(child.pid)
             control = ServerControl(f"http://{self.host}:{port}", self.run.token_file, CALL_TIMEOUT_S)
             try:
                 control.wait_healthy(deadline - time.monotonic(), alive=self._starting)
@@ -127,8 +128,14 @@ class Leader:
                     raise StartError(f"the server is not healthy: {error}; see {self.log}") from error
                 if not PORT_TAKEN.search(tail):
                     raise StartError(f"the server ended with code {child.returncode}; see {self.log}") from error
-                stop(child)
+                self._end_child()
         raise StartError(f"no free port on {self.host} in {PORT_TRIES} tries")
+
+    def _end_child(self) -> None:
+        if self._child is not None:
+            stop(self._child)
+        if self._guard is not None:
+            self._guard.release()
 
     def _starting(self) -> bool:
         return self.signal is None and self._child is not None and self._child.poll() is None
