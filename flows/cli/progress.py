@@ -111,7 +111,7 @@ class PlainPrinter:
         self._printed = len(snapshot.windows)
         phase = phase_text(snapshot)
         # once training, the phases of each step would drown the windows
-        if phase != self._phase and not (self._printed and phase == snapshot.learner):
+        if phase not in (self._phase, "ended") and not (self._printed and phase == snapshot.learner):
             self._phase = phase
             self._write(f"[{clock(elapsed_s)}] {phase}")
 

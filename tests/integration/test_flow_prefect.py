@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from cluster.jobs import cancel_jobs, job_processes
@@ -111,7 +112,8 @@ def test_a_running_server_sees_the_run(
     assert not (tmp_path / ".prefect").exists()
 
 
-def test_called_as_a_function_it_needs_no_server_and_term_leaves_no_process(tmp_path: Path) -> None:
+def called_as_a_function(tmp_path: Path, **settings: str) -> subprocess.Popen[bytes]:
+    """A process that calls the flow itself, as a Prefect worker or a user's script does."""
     script = tmp_path / "script.py"
     script.write_text(
         "from cluster import entry\n"
@@ -121,23 +123,32 @@ def test_called_as_a_function_it_needs_no_server_and_term_leaves_no_process(tmp_
         "from flows.train import train\n"
         f"train(load_config('examples/demo.toml', ['storage.root={tmp_path}']), 'r')\n"
     )
-    log = tmp_path / "log"
-    settings = {"PREFECT_HOME": str(tmp_path / "home"), "STANDIN": "learner:hang"}
-    with open(log, "wb") as out:
-        flow = subprocess.Popen(
+    settings = {"PREFECT_HOME": str(tmp_path / "home"), **settings}
+    with open(tmp_path / "log", "wb") as out:
+        return subprocess.Popen(
             [sys.executable, str(script)], cwd=ROOT, env=environment(**settings), stdout=out, stderr=subprocess.STDOUT
         )
+
+
+def processes(run: RunFolder) -> list[psutil.Process]:
+    return [process for job in all_jobs(run) for process in job_processes(job)]
+
+
+def test_a_cancel_by_signal_leaves_no_process(api: str, tmp_path: Path) -> None:
+    flow = called_as_a_function(
+        tmp_path, PREFECT_API_URL=api, PREFECT_API_AUTH_STRING=PASSWORD, STANDIN="learner:hang"
+    )
     run = RunFolder(tmp_path / "r")
     end = time.monotonic() + PATIENCE_S
     try:
         while (read_json(run.heartbeat_file("supervisor")) or {}).get("phase") != "training":
-            assert flow.poll() is None, last_lines(log)
-            assert time.monotonic() < end, last_lines(log)
+            assert flow.poll() is None, last_lines(tmp_path / "log")
+            assert time.monotonic() < end, last_lines(tmp_path / "log")
             time.sleep(0.1)
-        assert len([process for job in all_jobs(run) for process in job_processes(job)]) >= 6
+        assert len(processes(run)) >= 6
         flow.send_signal(signal.SIGTERM)
         assert flow.wait(PATIENCE_S) != 0
-        assert [process for job in all_jobs(run) for process in job_processes(job)] == []
+        assert processes(run) == []
         assert "TerminationSignal" in (read_json(run.cancel_file) or {})["why"]
         assert (read_json(run.path / "outcome.json") or {})["kind"] == "cancelled"
     finally:
@@ -145,3 +156,15 @@ def test_called_as_a_function_it_needs_no_server_and_term_leaves_no_process(tmp_
             flow.kill()
             flow.wait()
         cancel_jobs(all_jobs(run), grace_s=0.1)
+
+
+def test_called_as_a_function_it_needs_no_server(tmp_path: Path) -> None:
+    flow = called_as_a_function(tmp_path)
+    try:
+        assert flow.wait(PATIENCE_S) == 0, last_lines(tmp_path / "log")
+    finally:
+        if flow.poll() is None:
+            flow.kill()
+            flow.wait()
+        cancel_jobs(all_jobs(RunFolder(tmp_path / "r")), grace_s=0.1)
+    assert (read_json(tmp_path / "r" / "outcome.json") or {})["kind"] == "finish"
