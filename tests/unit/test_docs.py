@@ -1,0 +1,12 @@
+"""The documentation says what the code does."""
+
+from pathlib import Path
+
+from slipstream.config_reference import reference
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_the_configuration_page_is_made_from_the_model() -> None:
+    page = (DOCS / "configuration.md").read_text()
+    assert page == reference(), "run: python -m slipstream.config_reference > docs/configuration.md"
