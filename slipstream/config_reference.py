@@ -33,8 +33,8 @@ def _type(annotation: Any) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    signs = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
-    found = [f"{signs[type(m)]} {next(iter(vars(m).values()))}" for m in field.metadata if type(m) in signs]
+    signs = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
+    found = [f"{signs[type(m)][0]} {getattr(m, signs[type(m)][1])}" for m in field.metadata if type(m) in signs]
     return f" ({', '.join(found)})" if found else ""
 
 
