@@ -20,6 +20,7 @@ from slipstream.run_folder import RunFolder, write_json
 PR_SET_PDEATHSIG = 1
 TERMINATE_GRACE_S = 20.0
 HEARTBEAT_INTERVAL_S = 2.0
+HEARTBEAT_WRITE_S = 0.5
 
 
 def new_incarnation() -> str:
@@ -94,7 +95,7 @@ def last_lines(log: Path, count: int = 30) -> str:
 
 
 class Heartbeat:
-    """Writes a heartbeat file every few seconds from a thread, and at once on `update`.
+    """Writes a heartbeat file every few seconds from a thread, and on `update`, but not more often than twice a second.
 
     The file holds who (role, incarnation, attempt, host, pid), `phase`, `counter` (beats so far), `progress` (a number
     that only grows while work is done: a beat proves life, progress proves work) and what `update` was given.
@@ -112,6 +113,8 @@ class Heartbeat:
             "progress": 0,
         }
         self._counter = 0
+        self._written = float("-inf")
+        self._stale = False
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=f"heartbeat-{who}", daemon=True)
@@ -125,19 +128,23 @@ class Heartbeat:
         with self._lock:
             changed = any(self._value.get(key) != value for key, value in values.items())
             self._value.update(values)
-        if changed:
+            self._stale |= changed
+            due = self._stale and time.monotonic() - self._written >= HEARTBEAT_WRITE_S
+        if due:
             self._write()
 
     def _write(self) -> None:
         with self._lock:
             self._counter += 1
+            self._written, self._stale = time.monotonic(), False
             # a full disk must not end a healthy process: the beat is missed, and the reader judges that
             with contextlib.suppress(OSError):
                 write_json(self._path, {**self._value, "counter": self._counter, "time": time.time()})
 
     def _beat(self) -> None:
-        while not self._stopped.wait(HEARTBEAT_INTERVAL_S):
-            self._write()
+        while not self._stopped.wait(HEARTBEAT_WRITE_S):
+            if self._stale or time.monotonic() - self._written >= HEARTBEAT_INTERVAL_S:
+                self._write()
 
     def stop(self, **values: Any) -> None:
         self._stopped.set()

@@ -200,14 +200,21 @@ class AsyncGRPOTrainer(Trainer):
         return loaded, model
 
     def _warn_dropout(self) -> None:
-        for name, module in self.model.named_modules():
-            if isinstance(module, torch.nn.Dropout) and module.p > 0:
-                warnings.warn(
-                    f"{name} has dropout {module.p}: the ratio of trainer to sampler differs from 1 even for fresh "
-                    "samples; set it to 0 in the model's config",
-                    stacklevel=3,
-                )
-                return
+        found = {
+            name: value
+            for name, value in self.model.config.to_dict().items()
+            if "dropout" in name and isinstance(value, (int, float)) and value > 0
+        }
+        found.update(
+            {name: m.p for name, m in self.model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0}
+        )
+        if found:
+            name, value = next(iter(found.items()))
+            warnings.warn(
+                f"the model has {name} = {value}: with dropout the ratio of trainer to sampler differs from 1 even for "
+                "fresh samples; set it to 0 in the model's config",
+                stacklevel=3,
+            )
 
     @property
     def eos_token_ids(self) -> list[int]:
