@@ -8,7 +8,7 @@ from pathlib import Path
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from slipstream.serving.auth import TOKEN_FILE_ENV
-from slipstream.serving.plugin import BACKEND, DIE_WITH_PARENT_ENV
+from slipstream.serving.plugin import BACKEND
 
 PYTHON_ENV = "SLIPSTREAM_VLLM_PYTHON"
 LOOPBACK = "127.0.0.1"
@@ -118,7 +118,6 @@ def _gpu_arguments(config: RunConfig) -> list[str]:
 def _environment(config: RunConfig, run: RunFolder) -> dict[str, str]:
     env = {
         TOKEN_FILE_ENV: str(run.token_file),
-        DIE_WITH_PARENT_ENV: "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

@@ -10,7 +10,17 @@ def test_a_label_is_read_back() -> None:
 
 @pytest.mark.parametrize(
     "label",
-    ["default", "", "17", "demo-1/a1/17", "demo-2/a2/17", "demo-1/a2/", "demo-1/a2/-1", "x/demo-1/a2/3", "demo-1/a2/1/3"],
+    [
+        "default",
+        "",
+        "17",
+        "demo-1/a1/17",
+        "demo-2/a2/17",
+        "demo-1/a2/",
+        "demo-1/a2/-1",
+        "x/demo-1/a2/3",
+        "demo-1/a2/1/3",
+    ],
 )
 def test_labels_of_anything_else_are_refused(label: str) -> None:
     assert parse_label(label, "demo-1", 2) is None

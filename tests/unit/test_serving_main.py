@@ -71,7 +71,6 @@ def test_what_a_run_requires(tmp_path: Path) -> None:
     needs = required(config)
     assert needs["max_model_len"] == 1000
     assert needs["num_sampler_logprobs"] == config.trainer.num_sampler_logprobs
-    assert needs["weight_transfer"] is True
     assert needs["lora_rank"] is None
 
 
