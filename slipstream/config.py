@@ -101,7 +101,11 @@ class AsyncGRPOConfig(TrainingArguments):
     run_dir: str | None = field(default=None, metadata={"help": "The run folder; None outside a run."})
     attempt: int = field(default=1, metadata={"help": "Attempt of the run, counted from 1."})
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "chat_template_kwargs"]  # type: ignore[misc]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [  # type: ignore[misc]
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "chat_template_kwargs",
+    ]
 
     def __post_init__(self) -> None:
         if self.bf16 is None:
@@ -147,7 +151,9 @@ class AsyncGRPOConfig(TrainingArguments):
             not self.ignore_data_skip,
             "ignore_data_skip=False: a live rollout queue cannot be replayed; the position is in rollout_state.json",
         )
-        refuse(self.auto_find_batch_size, "auto_find_batch_size=True: rows are bounded by token_budget; lower that instead")
+        refuse(
+            self.auto_find_batch_size, "auto_find_batch_size=True: rows are bounded by token_budget; lower that instead"
+        )
         refuse(self.label_smoothing_factor != 0, "label_smoothing_factor is not used by this loss: set it to 0")
         refuse(
             self.train_sampling_strategy not in ("random", "sequential"),
@@ -159,9 +165,10 @@ class AsyncGRPOConfig(TrainingArguments):
                 parallelism is not None and getattr(parallelism, name, 1) > 1,
                 f"parallelism_config.{name} > 1: context and sequence parallelism are not supported; use data parallel ranks",
             )
-        if str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)) not in ("constant", "constant_with_warmup") and (
-            self.max_steps <= 0
-        ):
+        if str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)) not in (
+            "constant",
+            "constant_with_warmup",
+        ) and (self.max_steps <= 0):
             warnings.warn(
                 f"lr_scheduler_type={self.lr_scheduler_type!s} without max_steps: the number of steps is not known in "
                 "advance, so the decay would never end; set max_steps",

@@ -132,7 +132,18 @@ class RunFolder:
             folder.path.mkdir(mode=0o700)
         except FileExistsError:
             raise RunFolderError(f"the run folder {folder.path} exists: choose another run id, or resume it") from None
-        for sub in ("secrets", "fences", "intents", "jobs", "endpoints", "heartbeats", "exit", "output", "records", "logs"):
+        for sub in (
+            "secrets",
+            "fences",
+            "intents",
+            "jobs",
+            "endpoints",
+            "heartbeats",
+            "exit",
+            "output",
+            "records",
+            "logs",
+        ):
             (folder.path / sub).mkdir(mode=0o700)
         write_atomic(folder.token_file, secrets.token_urlsafe(32) + "\n", mode=0o600)
         return folder

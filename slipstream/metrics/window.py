@@ -70,7 +70,8 @@ class Window:
     def reduce(self) -> dict[str, float]:
         """The window's value of each metric; the window is empty afterwards."""
         found = {
-            name: cell.value / cell.weight if kind_of(name) == "mean" else cell.value for name, cell in self._cells.items()
+            name: cell.value / cell.weight if kind_of(name) == "mean" else cell.value
+            for name, cell in self._cells.items()
         }
         self._cells = {}
         return found
