@@ -160,8 +160,9 @@ def test_resuming_a_finished_training_leaves_its_checkpoint_alone(whole: ReplayT
     assert {p: p.stat().st_ino for p in (output_dir / f"checkpoint-{STEPS}").rglob("*")} == files
 
 
-def test_the_last_complete_checkpoint_stays_until_the_next_is_sealed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("limit", [1, 2])
+def test_no_complete_checkpoint_goes_before_the_next_is_sealed(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seal, seen = ckpt.seal, []
 
@@ -171,9 +172,11 @@ def test_the_last_complete_checkpoint_stays_until_the_next_is_sealed(
         seen.append((before, [step for step, _ in complete_checkpoints(tmp_path)]))
 
     monkeypatch.setattr(ckpt, "seal", watched)
-    new_trainer(tmp_path, STEPS, save_total_limit=1).train()
-    assert seen == [([], [2]), ([2], [2, 4]), ([4], [4, 6])]
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]
+    new_trainer(tmp_path, STEPS, save_total_limit=limit).train()
+    kept = [2, 4][-limit:]
+    assert seen == [([], [2]), ([2], [2, 4]), (kept, [*kept, 6])]
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [2, 4, 6][-limit:]
+    assert len(list(tmp_path.glob("checkpoint-*"))) == limit
 
 
 def test_a_write_that_fails_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
