@@ -164,7 +164,7 @@ LOOKS = st.lists(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(LOOKS, st.sampled_from([("server", "learner"), ("learner",)]))
 def test_whatever_is_seen(looks: list[tuple[Observation, float]], roles: tuple[str, ...]) -> None:
     policy, state, now = replace(POLICY, roles=roles), State(), 0.0

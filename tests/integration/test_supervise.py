@@ -27,6 +27,8 @@ from tasks.start import start_learner, start_server
 from tasks.stop import stop
 from tasks.supervise import supervise
 
+pytestmark = pytest.mark.integration
+
 STANDINS = Path(__file__).resolve().parents[1] / "standins"
 
 
