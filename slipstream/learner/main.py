@@ -76,7 +76,12 @@ def adapter_config(config: RunConfig) -> Any:
 def train(run: RunFolder, config: RunConfig, attempt: int, reporter: Any, main_rank: bool) -> dict[str, Any]:
     """Build the trainer of this rank and train; what `result.json` says."""
     import torch
+    from datasets.utils import logging as datasets_logging
     from transformers.trainer_callback import PrinterCallback
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    datasets_logging.disable_progress_bar()
 
     from slipstream.config import AsyncGRPOConfig
     from slipstream.data import held_out_data, training_data
