@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.algorithm.advantages import group_advantages
 from slipstream.rollout import types as t
@@ -160,10 +161,12 @@ class AsyncRolloutLoop(LoopMachinery):
             **{name: [row[name] for row, _ in pairs] for name in names},
         }
         rewards = await score(self.reward_funcs, self._reward_names, self._executor, arguments, len(pairs))
-        total = np.nansum(rewards, axis=0)
+        unscored: NDArray[np.bool_] = np.logical_and.reduce(np.isnan(rewards))
+        total = np.where(unscored, math.nan, np.nansum(rewards, axis=0))
+        scored = total[~unscored]
         metrics = {
-            "reward": float(total.mean()),
-            "reward_std": float(total.std()),
+            "reward": float(scored.mean()) if len(scored) else math.nan,
+            "reward_std": float(scored.std()) if len(scored) else math.nan,
             "mean_length": float(np.mean([trained_length(rollout) for _, rollout in pairs])),
             "clipped_ratio": 1 - float(np.mean([terminated(rollout, self.eos_token_ids) for _, rollout in pairs])),
             "prompts": float(len(pairs)),
@@ -171,7 +174,7 @@ class AsyncRolloutLoop(LoopMachinery):
         for name, values in zip(self._reward_names, rewards, strict=True):
             metrics[f"rewards/{name}"] = float(np.nanmean(values)) if not np.isnan(values).all() else math.nan
         table = [
-            {"prompt": row["prompt"], "completion": rollout.completion, "reward": float(total[i])}
+            {"prompt": row["prompt"], "completion": rollout.completion, "reward": None if unscored[i] else float(total[i])}
             for i, (row, rollout) in enumerate(pairs[:20])
         ]
         return t.EvalResult(request, metrics, table)

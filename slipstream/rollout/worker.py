@@ -37,10 +37,24 @@ def dump_for_child(name: str, value: Any) -> bytes:
         ) from error
 
 
+class SharedFlag:
+    """`set` and `is_set` of an event between two processes, without a lock."""
+
+    def __init__(self, context: Any) -> None:
+        self._raised = context.RawValue("b", 0)
+
+    def set(self) -> None:
+        self._raised.value = 1
+
+    def is_set(self) -> bool:
+        return bool(self._raised.value)
+
+
 class RolloutWorker:
     """The trainer's handle on the rollout process.
 
-    Shared with it: policy version, token allowance, whether the trainer waits, the heartbeat, the stop event, and queues.
+    Shared with it: policy version, token allowance, whether the trainer waits, the heartbeat, the stop flag, and queues.
+    Each value has one writer and no lock: a process that is killed while it holds a lock would hang the other for ever.
     """
 
     def __init__(self, loop_cls: type, arguments: dict[str, Any], setup: LoopSetup, timeout_s: float) -> None:
@@ -51,12 +65,12 @@ class RolloutWorker:
         self.metrics: Any = self._context.Queue()
         self.commands: Any = self._context.Queue()
         self._exceptions: Any = self._context.Queue()
-        self.version = self._context.Value("q", 0)
-        self.allowance = self._context.Value("q", 0)
-        self.trainer_waits = self._context.Value("b", 0)
-        self._heartbeat = self._context.Value("d", 0.0)
-        self._failed = self._context.Event()
-        self._stop = self._context.Event()
+        self.version = self._context.RawValue("q", 0)
+        self.allowance = self._context.RawValue("q", 0)
+        self.trainer_waits = self._context.RawValue("b", 0)
+        self._heartbeat = self._context.RawValue("d", 0.0)
+        self._failed = SharedFlag(self._context)
+        self._stop = SharedFlag(self._context)
         self._payload = {name: dump_for_child(name, value) for name, value in arguments.items()}
         self._payload["loop_cls"] = dump_for_child("loop_cls", loop_cls)
         self._payload["setup"] = dump_for_child("setup", setup)

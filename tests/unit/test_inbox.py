@@ -1,0 +1,113 @@
+"""What arrives from the rollout process; the worker is a stand-in."""
+
+import queue
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.learner.inbox import Inbox
+from slipstream.rollout.types import EndOfData, EvalResult
+from slipstream.rollout.worker import RolloutWorkerError
+from tests.samples import make_result, make_sample
+
+
+class Worker:
+    def __init__(self):
+        self.rollouts = queue.Queue()
+        self.trainer_waits = SimpleNamespace(value=0)
+        self.allowance = SimpleNamespace(value=0)
+        self.error = None
+        self.checked = threading.Event()
+
+    def check(self):
+        self.checked.set()
+        if self.error:
+            raise self.error
+
+
+@pytest.fixture
+def worker():
+    return Worker()
+
+
+@pytest.fixture
+def arrived():
+    return []
+
+
+@pytest.fixture
+def inbox(worker, arrived):
+    box = Inbox(worker, arrived.append)
+    yield box
+    box.close()
+
+
+def result(number):
+    return make_result(number, [make_sample([1], [2], number=number)] * 2, 10)
+
+
+def in_thread(function):
+    """The call's result, later."""
+    box = queue.Queue()
+    threading.Thread(target=lambda: box.put(function()), daemon=True).start()
+    return box
+
+
+def test_groups_in_order_then_the_end(worker, inbox, arrived):
+    for message in (result(0), result(1), EndOfData(2)):
+        worker.rollouts.put(message)
+    assert [inbox.take().number, inbox.take().number, inbox.take(), inbox.take()] == [0, 1, None, None]
+    assert [group.number for group in arrived] == [0, 1]
+
+
+def test_the_rollout_process_is_told_that_the_trainer_waits_until_something_comes(worker, inbox):
+    later = in_thread(inbox.take)
+    assert worker.checked.wait(30)
+    assert worker.trainer_waits.value == 1
+    worker.rollouts.put(result(3))
+    assert later.get(timeout=30).number == 3
+    assert worker.trainer_waits.value == 0
+
+
+def test_a_planned_step_waits_for_nothing(worker, inbox):
+    worker.trainer_waits.value = 1
+    inbox.step_planned()
+    assert worker.trainer_waits.value == 0
+
+
+def test_a_failure_of_the_process_ends_the_waiting(worker, inbox):
+    worker.error = RolloutWorkerError("it died")
+    with pytest.raises(RolloutWorkerError, match="it died"):
+        inbox.take()
+    with pytest.raises(RolloutWorkerError, match="it died"):
+        inbox.answer("evaluate", 1)
+
+
+def test_groups_that_came_before_a_failure_are_still_there(worker, inbox, arrived):
+    worker.rollouts.put(result(0))
+    while not arrived:
+        worker.checked.wait(0.01)
+    worker.error = RolloutWorkerError("it died")
+    assert inbox.take().number == 0
+
+
+def test_answers_find_their_request(worker, inbox):
+    for message in (("state", 2, {"b": 1}), EvalResult(1, {"reward": 0.5}), ("state", 1, {"a": 1})):
+        worker.rollouts.put(message)
+    assert inbox.answer("state", 1) == {"a": 1}
+    assert inbox.answer("evaluate", 1).metrics == {"reward": 0.5}
+    assert inbox.answer("state", 2) == {"b": 1}
+
+
+def test_waiting_samples_are_counted(worker, inbox, arrived):
+    worker.rollouts.put(result(0))
+    worker.rollouts.put(result(1))
+    while len(arrived) < 2:
+        worker.checked.wait(0.01)
+    assert inbox.num_samples == 4
+
+
+def test_the_allowance_is_published(worker, inbox):
+    inbox.publish(123)
+    assert worker.allowance.value == 123
