@@ -118,6 +118,8 @@ class AsyncGRPOConfig(TrainingArguments):
             self.activation_checkpointing = self.gradient_checkpointing
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False
+        if self.deepspeed:  # before transformers asks for its package
+            raise ValueError("deepspeed: DeepSpeed is not supported; use fsdp (FSDP2)")
         super().__post_init__()
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
@@ -138,6 +140,13 @@ class AsyncGRPOConfig(TrainingArguments):
             (self.top_p < 1 or bool(self.min_p)) and self.top_k <= 0,
             f"top_p={self.top_p}, min_p={self.min_p}: set top_k too (for example 512), the server bounds the candidate set by it",
         )
+        for name in ("max_completion_length", "max_concurrent_rollouts", "token_budget"):
+            value = getattr(self, name)
+            refuse(value is not None and value < 1, f"{name}={value}: it must be 1 or more")
+        refuse(
+            self.score_centering and self.num_sampler_logprobs < 1,
+            f"num_sampler_logprobs={self.num_sampler_logprobs}: score centering needs at least 1; or set score_centering=False",
+        )
         refuse(self.max_staleness < 0, f"max_staleness={self.max_staleness}: it must be 0 or more")
         refuse(self.weight_sync_steps < 1, f"weight_sync_steps={self.weight_sync_steps}: it must be 1 or more")
         refuse(
@@ -145,7 +154,6 @@ class AsyncGRPOConfig(TrainingArguments):
             f"vllm_importance_sampling_clip_min={self.vllm_importance_sampling_clip_min} is above "
             f"vllm_importance_sampling_clip_max={self.vllm_importance_sampling_clip_max}",
         )
-        refuse(bool(self.deepspeed), "deepspeed: DeepSpeed is not supported; use fsdp (FSDP2)")
         refuse(self.use_liger_kernel, "use_liger_kernel=True is not supported: the loss is our own; set it to False")
         refuse(
             not self.ignore_data_skip,

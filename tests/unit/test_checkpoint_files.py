@@ -75,7 +75,7 @@ def test_a_missing_file_is_named(tmp_path, name):
 def test_a_cut_file_is_found_by_its_size_alone(tmp_path):
     path = make_checkpoint(tmp_path, 3)
     (path / "model.bin").write_bytes(b"short")
-    with pytest.raises(CheckpointError, match="model.bin has 5 bytes of 700"):
+    with pytest.raises(CheckpointError, match=r"model\.bin has 5 bytes of 700"):
         verify(path, checksums=False)
     assert complete_checkpoints(tmp_path) == []
 
@@ -84,7 +84,7 @@ def test_a_changed_byte_is_found_by_its_checksum(tmp_path):
     path = make_checkpoint(tmp_path, 3)
     (path / "model.bin").write_bytes(b"Weights" + b"weights" * 99)
     verify(path, checksums=False)
-    with pytest.raises(CheckpointError, match="model.bin has another checksum"):
+    with pytest.raises(CheckpointError, match=r"model\.bin has another checksum"):
         verify(path)
 
 

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -544,7 +545,7 @@ def test_advantages_of_one_s_own_reach_the_samples():
 
 
 class Lifecycle(AsyncRolloutLoop):
-    events = []
+    events: ClassVar[list] = []
 
     async def setup(self):
         self.events.append("setup")
@@ -561,7 +562,7 @@ class Lifecycle(AsyncRolloutLoop):
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_set_up_and_closed_also_after_a_failure(failing):
-    Lifecycle.events = []
+    Lifecycle.events.clear()
     harness = Harness(rows("a"), loop_cls=Lifecycle, rewards=[boom if failing else length_reward], setup={"loop_state": {"x": 1}})
     if failing:
         fails(harness, RewardError, "boom")

@@ -1,5 +1,7 @@
 """Placement of samples into rows, as properties."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,7 +76,7 @@ def test_groups_come_in_order(stream):
     """No sample of a later group is in an earlier micro-batch than one of an earlier group."""
     groups, ranks, budget = stream
     numbers = [sorted({s.number for samples in b.rows for s in samples}) for b in plan(groups, ranks, budget)]
-    for before, after in zip(numbers, numbers[1:], strict=False):
+    for before, after in pairwise(numbers):
         if before and after:
             assert before[-1] <= after[0]
 

@@ -153,7 +153,7 @@ def test_a_local_loop_class_is_named():
     class Local(tiny_loops.TinyLoop):
         pass
 
-    with pytest.raises(NotPicklable, match="loop_cls = .*Local"):
+    with pytest.raises(NotPicklable, match=r"loop_cls = .*Local"):
         RolloutWorker(Local, {}, SETUP, 1.0)
 
 
