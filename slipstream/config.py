@@ -173,12 +173,10 @@ class AsyncGRPOConfig(TrainingArguments):
                 parallelism is not None and getattr(parallelism, name, 1) > 1,
                 f"parallelism_config.{name} > 1: context and sequence parallelism are not supported; use data parallel ranks",
             )
-        if str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)) not in (
-            "constant",
-            "constant_with_warmup",
-        ) and (self.max_steps <= 0):
+        schedule = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        if schedule not in ("constant", "constant_with_warmup") and self.max_steps <= 0:
             warnings.warn(
-                f"lr_scheduler_type={self.lr_scheduler_type!s} without max_steps: the number of steps is not known in "
+                f"lr_scheduler_type={schedule} without max_steps: the number of steps is not known in "
                 "advance, so the decay would never end; set max_steps",
                 stacklevel=2,
             )
