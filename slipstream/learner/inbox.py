@@ -12,6 +12,10 @@ from slipstream.rollout.worker import RolloutWorker
 POLL_S = 0.2
 
 
+class InboxError(RuntimeError):
+    """A message of the rollout process could not be received or recorded; the cause says why."""
+
+
 class Inbox:
     """Receives the rollout process's messages on a thread, so that unpickling is off the training thread."""
 
@@ -23,29 +27,37 @@ class Inbox:
         self._answers: dict[tuple[str, int], Any] = {}
         self._ended = False
         self._closed = False
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._receive, name="rollout-inbox", daemon=True)
         self._thread.start()
 
     def _receive(self) -> None:
-        while not self._closed:
-            try:
-                message = self._worker.rollouts.get(timeout=POLL_S)
-            except queue.Empty:
-                continue
-            except (OSError, ValueError, EOFError):
-                return
+        """The thread. Whatever ends it is raised where its messages are waited for: nobody else would notice."""
+        try:
+            while not self._closed:
+                self._receive_one()
+        except BaseException as error:
             with self._changed:
-                if isinstance(message, GroupResult):
-                    self._groups.append(message)
-                    self._on_group(message)
-                elif isinstance(message, EndOfData):
-                    self._ended = True
-                elif isinstance(message, EvalResult):
-                    self._answers["evaluate", message.request] = message
-                else:
-                    kind, request, value = message
-                    self._answers[kind, request] = value
+                self._error = error
                 self._changed.notify_all()
+
+    def _receive_one(self) -> None:
+        try:
+            message = self._worker.rollouts.get(timeout=POLL_S)
+        except queue.Empty:
+            return
+        with self._changed:
+            if isinstance(message, GroupResult):
+                self._groups.append(message)
+                self._on_group(message)
+            elif isinstance(message, EndOfData):
+                self._ended = True
+            elif isinstance(message, EvalResult):
+                self._answers["evaluate", message.request] = message
+            else:
+                kind, request, value = message
+                self._answers[kind, request] = value
+            self._changed.notify_all()
 
     @property
     def num_samples(self) -> int:
@@ -53,7 +65,7 @@ class Inbox:
             return sum(len(group.samples) for group in self._groups)
 
     def take(self) -> GroupResult | None:
-        """The next group, or None at the end of the data. Blocks; raises RolloutWorkerError where the process fails."""
+        """The next group, or None at the end of the data. Blocks; raises RolloutWorkerError, InboxError."""
         while True:
             with self._changed:
                 if self._groups:
@@ -64,7 +76,7 @@ class Inbox:
                 self._changed.wait(POLL_S)
                 if self._groups:
                     self._worker.trainer_waits.value = 0
-            self._worker.check()
+            self._check()
 
     def publish(self, allowance_total: int) -> None:
         self._worker.allowance.value = allowance_total
@@ -73,13 +85,20 @@ class Inbox:
         self._worker.trainer_waits.value = 0
 
     def answer(self, kind: str, request: int) -> Any:
-        """The answer to a command. Blocks; raises RolloutWorkerError where the process fails."""
+        """The answer to a command. Blocks; raises RolloutWorkerError, InboxError."""
         while True:
             with self._changed:
                 if (kind, request) in self._answers:
                     return self._answers.pop((kind, request))
                 self._changed.wait(POLL_S)
-            self._worker.check()
+            self._check()
+
+    def _check(self) -> None:
+        self._worker.check()
+        if self._error is not None:
+            raise InboxError(
+                f"receiving from the rollout process failed: {type(self._error).__name__}: {self._error}"
+            ) from self._error
 
     def close(self) -> None:
         self._closed = True

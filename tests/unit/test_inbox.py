@@ -111,3 +111,34 @@ def test_waiting_samples_are_counted(worker, inbox, arrived):
 def test_the_allowance_is_published(worker, inbox):
     inbox.publish(123)
     assert worker.allowance.value == 123
+
+
+def unwritable(group):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda box: box.take(), lambda box: box.answer("evaluate", 1)], ids=["take", "answer"]
+)
+@pytest.mark.parametrize(
+    ("message", "on_group", "words"),
+    [(result(0), unwritable, "No space left"), ("no message", lambda group: None, "ValueError")],
+    ids=["it cannot be recorded", "it is no message"],
+)
+def test_a_receiver_that_fails_ends_the_waiting(worker, wait, message, on_group, words):
+    box = Inbox(worker, on_group)
+    worker.rollouts.put(message)
+    later: queue.Queue = queue.Queue()
+
+    def waiting():
+        try:
+            while True:
+                wait(box)
+        except Exception as error:
+            later.put(error)
+
+    threading.Thread(target=waiting, daemon=True).start()
+    error = later.get(timeout=30)
+    box.close()
+    assert type(error).__name__ == "InboxError"
+    assert words in str(error)
