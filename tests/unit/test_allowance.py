@@ -135,7 +135,9 @@ class Process:
             and len(self.in_flight) < self.max_groups
             and may_start(self.outstanding(), self.allowance, self.waits)
         )
-        choices = [self.start] * can_start + [self.finish] * bool(self.in_flight) + [self.hand_over] * bool(self.scoring)
+        choices = (
+            [self.start] * can_start + [self.finish] * bool(self.in_flight) + [self.hand_over] * bool(self.scoring)
+        )
         if not choices:
             return False
         self.draw.choice(choices)()
@@ -163,7 +165,9 @@ class Process:
     def finish(self):
         number, _, samples = self.in_flight.pop(0 if self.in_order else self.draw.randrange(len(self.in_flight)))
         self.sizes.append(assign_costs(samples))
-        for sample in samples[: self.draw.randint(0, len(samples))]:  # a switch of weights in flight: some tokens are newer
+        for sample in samples[
+            : self.draw.randint(0, len(samples))
+        ]:  # a switch of weights in flight: some tokens are newer
             sample.versions[-1] = self.version
         result = make_result(number, samples, self.length)
         if self.draw.random() < self.mix.dropped:
@@ -283,6 +287,11 @@ class Run:
         assert audit(self.lines, self.prompts, self.epochs) == []
         return self
 
+    def beyond_allowance(self) -> float:
+        """The part of the groups that started only because the trainer waited and nothing was under way."""
+        starts = [start for process in self.processes for start in process.starts]
+        return sum(total > allowance for total, allowance, _ in starts) / len(starts)
+
     def outcome(self, reason: str) -> int:
         return sum(line["outcomes"].get(reason, 0) for line in self.lines)
 
@@ -341,6 +350,7 @@ def test_without_staleness_it_still_trains(seed):
     assert run.started_while_training + run.started_while_delivering == 0
     assert run.outcome(TRAINED) + run.outcome(STALE) == 120
     assert run.outcome(TRAINED) >= 60
+    assert run.beyond_allowance() < 0.5, "what a step used is given back"
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
@@ -376,6 +386,13 @@ def test_generation_stays_within_the_bound(seed, ranks, accumulation, max_stalen
     assert len(process.starts) == 60
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_of_dropped_samples_are_given_back(seed):
+    """Half of the samples fit no row: were they counted as outstanding for ever, generation would soon crawl."""
+    run = Run(Mix(2, 5, 5, oversize=0.5), seed, prompts=100, max_staleness=4, budget=60, busy=50).go()
+    assert run.beyond_allowance() < 0.5
+
+
 def test_a_bound_smaller_than_what_a_step_needs_is_no_deadlock():
     """One rank, one row of 20, groups of 11: a step trains 11 tokens, so the bound is 11, and closing a micro-batch needs
     a second group that does not fit."""
@@ -387,7 +404,8 @@ def test_a_bound_smaller_than_what_a_step_needs_is_no_deadlock():
 def test_the_simulation_can_get_stuck(monkeypatch):
     """Without the rule for a waiting trainer, the simulation does find the deadlock."""
     monkeypatch.setattr(
-        __name__ + ".may_start", lambda outstanding, allowance, waits: may_start_without_liveness(outstanding, allowance)
+        __name__ + ".may_start",
+        lambda outstanding, allowance, waits: may_start_without_liveness(outstanding, allowance),
     )
     with pytest.raises(Stuck):
         Run(Mix(1, 11, 11), seed=0, prompts=10, budget=20, max_staleness=1).go()

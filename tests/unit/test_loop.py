@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from slipstream.packing.trie import pack
+from slipstream.rollout import machinery
 from slipstream.rollout import types as t
 from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.scoring import RewardError
@@ -91,7 +92,12 @@ class Harness:
         self.heartbeat = SimpleNamespace(value=0.0)
         self.stop_event = threading.Event()
         defaults = {name: field.default for name, field in TrainerSection.model_fields.items()}
-        extra = {"vllm_server_token_file": None, "chat_template_kwargs": None, "num_generations": 3, "log_completions": False}
+        extra = {
+            "vllm_server_token_file": None,
+            "chat_template_kwargs": None,
+            "num_generations": 3,
+            "log_completions": False,
+        }
         self.config = SimpleNamespace(**{**defaults, **extra, **config})
         fields = {"run_id": "run", "attempt": 1, "served_model": "m", "use_generate_route": True, "max_model_len": 64}
         self.setup = LoopSetup(**{**fields, "shuffle": False, "end": len(dataset), **(setup or {})})
@@ -309,7 +315,11 @@ def test_a_filtered_prompt_is_settled_without_a_request():
 
 
 def test_a_filter_that_rejects_everything_stops_the_run():
-    fails(Harness(rows(*"bcd"), loop_cls=OnlyVowels, setup={"end": None}), RuntimeError, "rejected every prompt of epoch 0")
+    fails(
+        Harness(rows(*"bcd"), loop_cls=OnlyVowels, setup={"end": None}),
+        RuntimeError,
+        "rejected every prompt of epoch 0",
+    )
 
 
 class SecondFails(AsyncRolloutLoop):
@@ -517,7 +527,9 @@ def boom_on_last(gold, completion_ids, **kwargs):
     return length_reward(completion_ids)
 
 
-def test_a_failing_reward_stops_the_run_by_its_name_and_the_data_does_not_end():
+def test_a_failing_reward_stops_the_run_by_its_name_and_the_data_does_not_end(monkeypatch):
+    """However often the loop looks whether all is handed over, between the failure and its end."""
+    monkeypatch.setattr(machinery, "POLL_S", 0)
     harness = Harness(rows("a", "b"), rewards=[boom_on_last])
     fails(harness, RewardError, "reward boom_on_last raised ValueError: no such column")
     assert not any(isinstance(m, EndOfData) for m in harness.buffer.queue)
@@ -563,7 +575,9 @@ class Lifecycle(AsyncRolloutLoop):
 @pytest.mark.parametrize("failing", [False, True])
 def test_set_up_and_closed_also_after_a_failure(failing):
     Lifecycle.events.clear()
-    harness = Harness(rows("a"), loop_cls=Lifecycle, rewards=[boom if failing else length_reward], setup={"loop_state": {"x": 1}})
+    harness = Harness(
+        rows("a"), loop_cls=Lifecycle, rewards=[boom if failing else length_reward], setup={"loop_state": {"x": 1}}
+    )
     if failing:
         fails(harness, RewardError, "boom")
     else:
