@@ -139,7 +139,7 @@ def has_chat_template(model: ModelFiles) -> bool:
 
 
 def _weights_missing(model: ModelFiles) -> str | None:
-    """What is missing of the weights, or None."""
+    """What is missing of the weights or wrong with them, or None."""
     for index in WEIGHT_INDEXES:
         shards = set(model.read(index).get("weight_map", {}).values())
         absent = sorted(shard for shard in shards if model.file(shard) is None)
@@ -162,7 +162,24 @@ def _pointer(model: ModelFiles, files: set[str]) -> str | None:
             return f"{file} is a pointer of git-lfs, not weights: run `git lfs pull` in the folder"
         if not start:
             return f"{file} is empty"
+        if file.endswith(".safetensors") and not _whole(model.folder / file):
+            return f"{file} is damaged or cut short: copy or download it again"
     return None
+
+
+def _whole(path: Path) -> bool:
+    """Whether a safetensors file has the length that its header asks for."""
+    size = path.stat().st_size
+    try:
+        with open(path, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= size - 8:
+                return False
+            header = json.loads(stream.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return False
+    return size == 8 + length + max(ends, default=0)
 
 
 def _length_problems(settings: dict[str, Any], config: RunConfig) -> list[Problem]:

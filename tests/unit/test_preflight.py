@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -20,12 +21,14 @@ from slipstream.preflight import check, preflight
 from slipstream.preflight_model import ModelFiles, has_chat_template
 from slipstream.run_config import RunConfig
 
+WEIGHTS = (2).to_bytes(8, "little") + b"{}"  # a safetensors file without tensors
+
 
 def make_model(folder: Path, **settings: Any) -> Path:
     """The files of a model folder; the weights are a stand-in, since nothing here reads them."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, **settings}))
-    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "model.safetensors").write_bytes(WEIGHTS)
     tokenizer = Tokenizer(WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -142,6 +145,22 @@ def test_pointers_and_empty_files_are_no_weights(case: Case) -> None:
     assert "is empty" in case.only().message
 
 
+@pytest.mark.parametrize("content", [WEIGHTS[:-1], WEIGHTS + b"x", b"weights", (99).to_bytes(8, "little") + b"{}"])
+def test_damaged_weights(case: Case, content: bytes) -> None:
+    (case.model / "model.safetensors").write_bytes(content)
+    assert "damaged or cut short" in case.only().message
+
+
+def test_real_weights_cut_short(case: Case) -> None:
+    from safetensors.numpy import save
+
+    whole = save({"a": np.zeros((3, 4), np.float32)}, metadata={"format": "pt"})
+    (case.model / "model.safetensors").write_bytes(whole)
+    assert preflight(case.config()) == []
+    (case.model / "model.safetensors").write_bytes(whole[:-1])
+    assert "damaged or cut short" in case.only().message
+
+
 def test_no_config(case: Case) -> None:
     remove(case, "config.json")
     assert "no config.json" in case.only().message
@@ -207,12 +226,61 @@ def test_an_unreachable_hub(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
     assert "Traceback" not in message
 
 
-def test_long_prompts_are_a_warning(case: Case) -> None:
-    write_rows(case.data, 5, text="a " * 300)
+def test_prompts_without_room(case: Case) -> None:
+    case.data.write_text(
+        write_rows(case.folder / "a", 3, text="a " * 300).read_text() + write_rows(case.folder / "b", 2).read_text()
+    )
     server = {"max_model_len": 256}
     problem = case.only("warning", server=server, trainer={"max_completion_length": 64})
     assert problem.key == "server.max_model_len"
     assert "300 tokens" in problem.message
+    write_rows(case.data, 5, text="a " * 300)
+    problem = case.only(server=server, trainer={"max_completion_length": 64})
+    assert problem.key == "server.max_model_len"
+    assert "even the shortest prompt has 300 tokens" in problem.message
+    problem = case.only(trainer={"token_budget": 300})
+    assert problem.key == "trainer.token_budget"
+    assert "even the shortest prompt has 300 tokens" in problem.message
+    assert preflight(case.config(trainer={"token_budget": 301})) == []
+
+
+def test_the_system_prompt_takes_room(case: Case) -> None:
+    (case.model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    system = "a " * 300
+    problem = case.only(data={"system_prompt": system}, trainer={"token_budget": 300})
+    assert problem.key == "trainer.token_budget"
+
+
+def test_a_tokenizer_that_cannot_be_read(case: Case) -> None:
+    (case.model / "tokenizer.json").write_text("{")
+    problem = case.only()
+    assert problem.key == "model.name"
+    assert "tokenizer.json cannot be read" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [("{% if %}", "TemplateSyntaxError"), ("{{ raise_exception('no user role') }}", "no user role")],
+)
+def test_a_chat_template_that_fails(case: Case, template: str, words: str) -> None:
+    (case.model / "chat_template.jinja").write_text(template)
+    message = case.only().message
+    assert "chat template fails" in message
+    assert words in message
+
+
+def test_special_tokens_of_a_template(case: Case) -> None:
+    (case.model / "chat_template.jinja").write_text("{{ bos_token + pad_token + messages[0].content }}")
+    (case.model / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    assert preflight(case.config()) == []
+
+
+def test_columns_that_the_rewards_do_not_see(case: Case) -> None:
+    row = {"prompt": [{"role": "user", "content": "a"}], "answer": "b", "completions": "c"}
+    case.data.write_text(json.dumps(row) + "\n")
+    problem = case.only("warning")
+    assert problem.key == "data.source"
+    assert "completions" in problem.message
 
 
 class Health(http.server.BaseHTTPRequestHandler):
@@ -294,3 +362,9 @@ def test_several_nodes_need_a_cluster(case: Case) -> None:
 def test_storage(case: Case) -> None:
     assert case.only(storage={"root": str(case.data)}).key == "storage.root"
     assert "is a file" in case.only(storage={"root": str(case.data / "sub")}).message
+
+
+def test_storage_that_refuses_a_write(case: Case) -> None:
+    problem = case.only(storage={"root": "/proc/runs"})  # its permissions allow it, for root
+    assert problem.key == "storage.root"
+    assert "cannot be written to" in problem.message
