@@ -195,7 +195,7 @@ def _conversion(dataset: "Dataset", column: str | None) -> str:
     if column is None:
         return f"A row must look like {EXAMPLE_ROW}"
     first = dataset[0][column] if len(dataset) else ""
-    if isinstance(first, list) and first and not _wrong(first):
+    if column != "prompt" and isinstance(first, list) and first and not _wrong(first):
         rename = f'dataset.rename_column("{column}", "prompt")'
         return f"Column `{column}` looks right: {rename}, without the message that holds the answer"
     if isinstance(first, list) and first and isinstance(first[0], dict) and {"from", "value"} <= set(first[0]):

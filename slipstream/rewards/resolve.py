@@ -52,7 +52,7 @@ def _module(name: str, paths: Sequence[str]) -> Any:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a main guard may exit
         if (
             isinstance(error, ModuleNotFoundError)
             and error.name

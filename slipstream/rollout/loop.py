@@ -16,7 +16,7 @@ from slipstream.rollout import types as t
 from slipstream.rollout.client import Choice, GenerationError, ServerUnavailable
 from slipstream.rollout.machinery import LoopMachinery
 from slipstream.rollout.observe import terminated, trained_length
-from slipstream.rollout.scoring import score
+from slipstream.rollout.scoring import reward_arguments, score
 from slipstream.rollout.setup import request_seed
 from slipstream.rollout.types import Message, Rollout, RolloutGroup, TurnRecord
 from slipstream.serving.labels import parse_label
@@ -154,12 +154,12 @@ class AsyncRolloutLoop(LoopMachinery):
         if not pairs:
             raise RuntimeError("evaluation: no held-out prompt could be generated for")
         names = [key for key in pairs[0][0] if key != "prompt"]
-        arguments = {
-            "prompts": [row["prompt"] for row, _ in pairs],
-            "completions": [rollout.completion for _, rollout in pairs],
-            "completion_ids": [rollout.completion_ids for _, rollout in pairs],
-            **{name: [row[name] for row, _ in pairs] for name in names},
-        }
+        arguments = reward_arguments(
+            [row["prompt"] for row, _ in pairs],
+            [rollout.completion for _, rollout in pairs],
+            [rollout.completion_ids for _, rollout in pairs],
+            {name: [row[name] for row, _ in pairs] for name in names},
+        )
         rewards = await score(self.reward_funcs, self._reward_names, self._executor, arguments, len(pairs))
         unscored: NDArray[np.bool_] = np.logical_and.reduce(np.isnan(rewards))
         total = np.where(unscored, math.nan, np.nansum(rewards, axis=0))
@@ -174,7 +174,11 @@ class AsyncRolloutLoop(LoopMachinery):
         for name, values in zip(self._reward_names, rewards, strict=True):
             metrics[f"rewards/{name}"] = float(np.nanmean(values)) if not np.isnan(values).all() else math.nan
         table = [
-            {"prompt": row["prompt"], "completion": rollout.completion, "reward": None if unscored[i] else float(total[i])}
+            {
+                "prompt": row["prompt"],
+                "completion": rollout.completion,
+                "reward": None if unscored[i] else float(total[i]),
+            }
             for i, (row, rollout) in enumerate(pairs[:20])
         ]
         return t.EvalResult(request, metrics, table)

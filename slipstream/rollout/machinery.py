@@ -18,7 +18,7 @@ from slipstream.rollout.allowance import Outstanding, may_start
 from slipstream.rollout.client import SamplingSettings, VLLMClient
 from slipstream.rollout.observe import group_observations
 from slipstream.rollout.outcome import completions_table, split_group
-from slipstream.rollout.scoring import score, total_rewards, unique_names
+from slipstream.rollout.scoring import reward_arguments, score, total_rewards, unique_names
 from slipstream.rollout.sequences import assign_costs, build_sequences
 from slipstream.rollout.setup import LoopSetup
 from slipstream.rollout.types import GroupResult, Message, Rollout, RolloutGroup
@@ -219,12 +219,12 @@ class LoopMachinery(ABC):
         alive = [i for i, rollout in enumerate(rollouts) if rollout is not None]
         by_function = np.full((len(self.reward_funcs), len(rollouts)), math.nan)
         if alive:
-            arguments = {
-                "prompts": [group.prompts[i] for i in alive],
-                "completions": [group.completions[i] for i in alive],
-                "completion_ids": [group.completions_ids[i] for i in alive],
-                **{key: [values[i] for i in alive] for key, values in group.reward_kwargs.items()},
-            }
+            arguments = reward_arguments(
+                [group.prompts[i] for i in alive],
+                [group.completions[i] for i in alive],
+                [group.completions_ids[i] for i in alive],
+                {key: [values[i] for i in alive] for key, values in group.reward_kwargs.items()},
+            )
             by_function[:, alive] = await score(
                 self.reward_funcs, self._reward_names, self._executor, arguments, len(alive)
             )

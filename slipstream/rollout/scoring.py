@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from slipstream.rollout.types import RolloutGroup
 
 RewardFunction = Callable[..., Any]
+# What a reward is always called with; a column of the dataset by one of these names does not reach it.
+GENERATED = ("prompts", "completions", "completion_ids")
 
 
 class RewardError(Exception):
@@ -53,6 +55,13 @@ def check_rewards(name: str, values: Any, count: int) -> NDArray[np.float64]:
     if np.isinf(rewards).any():
         raise RewardError(f"reward {name} returned an infinite value: {values!r:.200}")
     return rewards
+
+
+def reward_arguments(
+    prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], columns: dict[str, list[Any]]
+) -> dict[str, Any]:
+    """The keyword arguments of a reward; `columns` are the dataset's, one entry a completion."""
+    return {**columns, **dict(zip(GENERATED, (prompts, completions, completion_ids), strict=True))}
 
 
 async def score(

@@ -88,6 +88,10 @@ def test_fingerprint_of_a_long_dataset_reads_spaced_rows_and_the_length(monkeypa
         ({"conversations": [{"from": "human", "value": "x"}]}, ["no column `prompt`", "from and value"]),
         ({"a": 1}, ["no column `prompt` (columns: a)", "A row must look like"]),
         ({"prompt": []}, ["row 0 is an empty list"]),
+        (
+            [{"prompt": [{"role": "user", "content": "x"}]}, {"prompt": "x"}],
+            ["row 1 is plain text", '{"prompt": [{"role"'],
+        ),
         ({"prompt": 5}, ["row 0 is a int, not a list"]),
         ({"prompt": ["hello"]}, ["has text as message 0"]),
         ({"prompt": [{"content": "x"}]}, ["no text `role` in message 0"]),
@@ -95,8 +99,8 @@ def test_fingerprint_of_a_long_dataset_reads_spaced_rows_and_the_length(monkeypa
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, ["no images"]),
     ],
 )
-def test_rows_that_are_not_conversational(tmp_path: Path, row: dict[str, Any], words: list[str]) -> None:
-    message = refused(write_jsonl(tmp_path / "a.jsonl", [row]))
+def test_rows_that_are_not_conversational(tmp_path: Path, row: Any, words: list[str]) -> None:
+    message = refused(write_jsonl(tmp_path / "a.jsonl", row if isinstance(row, list) else [row]))
     for word in words:
         assert word in message
 

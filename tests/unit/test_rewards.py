@@ -264,6 +264,9 @@ def test_modules_that_do_not_import(user: Callable[..., Any], tmp_path: Path) ->
         resolve_reward("not_a_module.at_all:f")
     with pytest.raises(RewardError, match="module:function"):
         resolve_reward("slipstream.rewards.accuracy_reward")
+    (tmp_path / "a_script_that_exits.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(RewardError, match="importing a_script_that_exits failed: SystemExit: 3"):
+        resolve_reward("a_script_that_exits:f", [str(tmp_path)])
     with pytest.raises(RewardError, match="is no folder"):
         resolve_reward("a:b", [str(tmp_path / "none")])
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from slipstream.rollout.scoring import RewardError, score, total_rewards, unique_names
+from slipstream.rollout.scoring import RewardError, reward_arguments, score, total_rewards, unique_names
 from tests.groups import make_group
 
 
@@ -47,6 +47,12 @@ def scaled(completion_ids, factor, **kwargs):
 
 def returns_coroutine(**kwargs):
     return awaited(**kwargs)
+
+
+def test_what_was_generated_wins_over_a_column_of_its_name():
+    columns = {"completions": ["of the data"], "prompts": [0], "completion_ids": [0], "gold": ["x"]}
+    arguments = reward_arguments(["p"], ["c"], [[1]], columns)
+    assert arguments == {"prompts": ["p"], "completions": ["c"], "completion_ids": [[1]], "gold": ["x"]}
 
 
 def test_every_kind_of_function_at_once():
