@@ -16,8 +16,9 @@ FORBID = ConfigDict(extra="forbid", validate_assignment=True, protected_namespac
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
-class Section(BaseModel):
-    model_config = FORBID
+# Numbers end up in 32-bit fields of libraries, and seconds in their 32-bit milliseconds.
+LARGEST = 2**31 - 1
+MOST_SECONDS = 2_000_000.0
 
 
 class Impossible(ValueError):
@@ -26,6 +27,18 @@ class Impossible(ValueError):
     def __init__(self, problems: list[tuple[str, Any, str]]) -> None:
         self.problems = problems
         super().__init__("; ".join(f"{key} = {value!r}: {message}" for key, value, message in problems))
+
+
+class Section(BaseModel):
+    model_config = FORBID
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "Section":
+        given = [(name, getattr(self, name)) for name in type(self).model_fields]
+        large = [(name, value) for name, value in given if isinstance(value, int | float) and value > LARGEST]
+        if large:
+            raise Impossible([(name, value, f"is too large: at most {LARGEST}") for name, value in large])
+        return self
 
 
 class ModelSection(Section):
@@ -158,10 +171,18 @@ class TrainerSection(Section):
         512, title="Concurrent rollouts", ge=1, description="Most rollouts in flight at once."
     )
     rollout_worker_timeout: float = Field(
-        300.0, title="Rollout worker timeout", gt=0, description="Seconds without a heartbeat until it counts as hung."
+        300.0,
+        title="Rollout worker timeout",
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds without a heartbeat until it counts as hung.",
     )
     vllm_server_timeout: float = Field(
-        1800.0, title="Server timeout", gt=0, description="Seconds for one call to the server, start-up included."
+        1800.0,
+        title="Server timeout",
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds for one call to the server, start-up included.",
     )
 
     # --- loss
@@ -277,7 +298,7 @@ class ServerSection(Section):
         default_factory=list, title="Environment", description="NAME=VALUE lines for the server process; no secrets."
     )
     startup_timeout: float = Field(
-        1800.0, title="Start-up timeout", gt=0, description="Seconds until the server must answer."
+        1800.0, title="Start-up timeout", gt=0, le=MOST_SECONDS, description="Seconds until the server must answer."
     )
 
     @model_validator(mode="after")
@@ -310,10 +331,18 @@ class LearnerSection(Section):
         default_factory=lambda: ["all-linear"], title="LoRA modules", description="Modules that get an adapter."
     )
     startup_timeout: float = Field(
-        1800.0, title="Start-up timeout", gt=0, description="Seconds until the first optimizer step must have begun."
+        1800.0,
+        title="Start-up timeout",
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds until the first optimizer step must have begun.",
     )
     step_timeout: float = Field(
-        3600.0, title="Step timeout", gt=0, description="Seconds without any progress until the run counts as stuck."
+        3600.0,
+        title="Step timeout",
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds without any progress until the run counts as stuck.",
     )
 
     @model_validator(mode="after")
