@@ -8,6 +8,7 @@ from typing import Any
 from slipstream.serving.control import ServerControl, ServerError
 
 GENERATE_ROUTE = "/inference/v1/generate"
+ONE_TOKEN = {"token_ids": [0], "sampling_params": {"max_tokens": 1}}
 PROBE_LOGPROBS = 9
 
 
@@ -55,7 +56,8 @@ def probe(control: ServerControl) -> Capabilities:
         "model": str(base["id"]),
         "max_model_len": base.get("max_model_len"),
         "has_dev_routes": _has(control, "GET", "/is_paused"),
-        "has_generate_route": _has(control, "POST", GENERATE_ROUTE),
+        # a request that works: vLLM logs a traceback for one that does not, and later failures would seem to be that
+        "has_generate_route": _has(control, "POST", GENERATE_ROUTE, ONE_TOKEN),
         "version": _optional(control, "/version").get("version"),
         "kv_cache_tokens": kv_cache_tokens(_metrics(control)),
     }
@@ -102,9 +104,9 @@ def kv_cache_tokens(metrics: str) -> int | None:
     return total or None
 
 
-def _has(control: ServerControl, method: str, route: str) -> bool:
+def _has(control: ServerControl, method: str, route: str, body: dict[str, Any] | None = None) -> bool:
     try:
-        control.call(method, route, json={} if method == "POST" else None)
+        control.call(method, route, json=body)
     except ServerError as error:
         if error.status is None or error.status == 401:
             raise
