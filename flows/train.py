@@ -14,6 +14,7 @@ from prefect.runtime import flow_run
 from cluster.decide import Decision, Kind, Observation
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
+from tasks import claim as claiming
 from tasks import finish as finishing
 from tasks import prepare as preparing
 from tasks import start as starting
@@ -87,10 +88,14 @@ def _run_attempt(run_dir: str, attempt: int) -> str:
         with uninterrupted():
             if ended is not None:
                 if ended.kind is Kind.CANCELLED:
-                    stopping.request_cancel(run, "flow", ended.reason)
+                    stopping.request_own_cancel(run, attempt, "flow", ended.reason)
                 stopping.stop_jobs(run, attempt)
                 finishing.finish_failed(run, attempt, ended)
-    finish(run_dir, attempt, outcome)
+                claiming.release(run)
+    try:
+        finish(run_dir, attempt, outcome)
+    finally:
+        claiming.release(run)
     return run_dir
 
 

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from slipstream.run_folder import RunFolder, write_json
+from tasks.claim import superseded
 from tasks.outcome import Outcome, outcome_record
 from tasks.prepare import log_event
 
@@ -20,5 +21,7 @@ def finish(run: RunFolder, attempt: int, outcome: Outcome) -> Path:
 
 def finish_failed(run: RunFolder, attempt: int, outcome: Outcome) -> None:
     """`finish` after a failure, whose own cause must not be hidden by a report that cannot be written."""
+    if superseded(run, attempt) is not None:
+        return  # the later attempt tells how the run ends
     with contextlib.suppress(Exception):
         finish(run, attempt, outcome)

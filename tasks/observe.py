@@ -8,6 +8,7 @@ from cluster.submit import job_log
 from slipstream.process import last_lines
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json
+from tasks.claim import superseded
 
 WRITERS = {"server": "server-0", "learner": "learner", "rollout": "rollout"}
 # Phases in which the learner loads; in any other it has begun to work.
@@ -32,6 +33,11 @@ def endpoint(run: RunFolder, attempt: int) -> dict[str, Any]:
 def cancel_request(run: RunFolder) -> str:
     value = read_json(run.cancel_file)
     return f"{value.get('who', 'somebody')}: {value.get('why', 'no reason given')}" if isinstance(value, dict) else ""
+
+
+def _superseded(run: RunFolder, attempt: int) -> str:
+    later = superseded(run, attempt)
+    return f"attempt {later} has taken over" if later else ""
 
 
 def policy_of(config: RunConfig) -> Policy:
@@ -63,7 +69,7 @@ def observe(run: RunFolder, attempt: int, now: float) -> Observation:
         beats={role: _beat(value) for role, value in beats.items() if value},
         endpoint=bool(endpoint(run, attempt)),
         result=(read_json(run.path / "result.json") or {}).get("attempt") == attempt,
-        cancel=cancel_request(run),
+        cancel=cancel_request(run) or _superseded(run, attempt),
     )
 
 

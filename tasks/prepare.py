@@ -17,6 +17,7 @@ from slipstream.config_file import ConfigError, Problem, dump_config, load_confi
 from slipstream.process import HEARTBEAT_INTERVAL_S
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, append_jsonl, new_run_id, read_json, write_atomic, write_json
+from tasks.claim import claim, release
 from tasks.interrupt import uninterrupted
 from tasks.outcome import NothingToResume
 
@@ -61,6 +62,7 @@ def prepare(config: RunConfig, run_id: str | None = None) -> Prepared:
     """
     notes = tuple(str(warning) for warning in check(config))
     run = RunFolder.create(config.storage.root, run_id or new_run_id(config.name))
+    claim(run)
     write_json(run.path / "origin.json", {"cwd": os.getcwd(), "host": socket.gethostname(), "time": time.time()})
     write_atomic(run.run_file, dump_config(config))
     attempt = run.begin_attempt(None, 0)
@@ -71,11 +73,20 @@ def prepare(config: RunConfig, run_id: str | None = None) -> Prepared:
 def resume_prepare(run_dir: str | Path) -> Prepared:
     """Stop what an earlier attempt left alive, then claim a new attempt from the newest complete checkpoint.
 
-    Raises RunFolderError, ConfigError, and NothingToResume for a run that has finished.
+    Raises RunFolderError, ConfigError, and NothingToResume for a run that has finished or that another process drives.
     """
+    run = RunFolder.open(run_dir)
+    claim(run)
+    try:
+        return _resume_claimed(run)
+    except BaseException:
+        release(run)
+        raise
+
+
+def _resume_claimed(run: RunFolder) -> Prepared:
     from slipstream.learner.checkpoint import latest_complete
 
-    run = RunFolder.open(run_dir)
     if read_json(run.path / "result.json"):
         raise NothingToResume(f"{run.run_id} has finished: `slipstream report {run.path}` shows it")
     with origin(run):

@@ -4,6 +4,7 @@ import time
 
 from cluster.jobs import JobRecord, cancel_jobs
 from slipstream.run_folder import RunFolder, write_json
+from tasks.claim import superseded
 from tasks.interrupt import uninterrupted
 from tasks.prepare import all_jobs, log_event
 
@@ -17,6 +18,12 @@ def request_cancel(run: RunFolder, who: str, why: str) -> bool:
         return False
     write_json(run.cancel_file, {"who": who, "why": why, "time": time.time()})
     return True
+
+
+def request_own_cancel(run: RunFolder, attempt: int, who: str, why: str) -> None:
+    """`request_cancel` by the process that drives `attempt`; nothing where a later attempt has taken the run over."""
+    if superseded(run, attempt) is None:
+        request_cancel(run, who, why)
 
 
 def stop_jobs(run: RunFolder, attempt: int, grace_s: float = GRACE_S) -> list[JobRecord]:

@@ -11,7 +11,7 @@ from tasks.observe import evidence, observe, policy_of
 from tasks.outcome import Outcome, RunCancelled, RunFailed
 from tasks.prepare import log_event, stored_config
 from tasks.start import start_role
-from tasks.stop import request_cancel, stop_jobs
+from tasks.stop import request_own_cancel, stop_jobs
 
 POLL_S = 1.0
 
@@ -48,7 +48,7 @@ def supervise(run: RunFolder, attempt: int, on_observation: Watcher | None = Non
     except (RunFailed, RunCancelled):
         raise
     except BaseException as error:
-        request_cancel(run, f"flow process {os.getpid()}", f"interrupted by {type(error).__name__}")
+        request_own_cancel(run, attempt, f"flow process {os.getpid()}", f"interrupted by {type(error).__name__}")
         raise
     finally:
         stop_jobs(run, attempt)
