@@ -82,6 +82,16 @@ def stop(child: subprocess.Popen[bytes], grace_s: float = TERMINATE_GRACE_S) -> 
     return child.wait()
 
 
+def how_ended(returncode: int | None) -> str:
+    """A child's return code in words: "with code 1", "by SIGKILL"."""
+    if returncode is None or returncode >= 0:
+        return f"with code {returncode}"
+    try:
+        return f"by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"by signal {-returncode}"
+
+
 def last_lines(log: Path, count: int = 30) -> str:
     """The last `count` lines of a log, or '' where there is none."""
     try:

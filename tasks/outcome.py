@@ -1,5 +1,6 @@
 """How a run ends."""
 
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,8 @@ class RunFailed(Exception):
     def __str__(self) -> str:
         text = f"the run failed: {self.outcome.reason}"
         if self.outcome.last_lines:
-            text += f"\n--- last lines of {self.outcome.log}\n{self.outcome.last_lines}"
+            text += f"\n--- last lines of {self.outcome.log}\n{self.outcome.last_lines}\n---"
+        text += f"\ncontinue once the cause is mended: slipstream resume {shlex.quote(self.run_dir)}"
         return text
 
 

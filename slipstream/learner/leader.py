@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.process import new_incarnation, on_terminate, spawn, stop, write_exit
+from slipstream.process import how_ended, new_incarnation, on_terminate, spawn, stop, write_exit
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 
@@ -76,7 +76,7 @@ def run(run_dir: str | Path, attempt: int) -> int:
             code, reason = 0, f"stopped by {stopped_by[0]}"
         else:
             code = child.returncode
-            reason = "finished" if code == 0 else f"torchrun ended with code {code}"
+            reason = "finished" if code == 0 else f"torchrun ended {how_ended(code)}"
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     finally:

@@ -21,6 +21,7 @@ from typing import Any
 
 from slipstream.process import (
     Heartbeat,
+    how_ended,
     last_lines,
     new_incarnation,
     on_terminate,
@@ -127,7 +128,7 @@ class Leader:
                 if child.poll() is None or self.signal is not None:
                     raise StartError(f"the server is not healthy: {error}; see {self.log}") from error
                 if not PORT_TAKEN.search(tail):
-                    raise StartError(f"the server ended with code {child.returncode}; see {self.log}") from error
+                    raise StartError(f"the server ended {how_ended(child.returncode)}; see {self.log}") from error
                 self._end_child()
         raise StartError(f"no free port on {self.host} in {PORT_TRIES} tries")
 
@@ -157,7 +158,7 @@ class Leader:
                     self.heartbeat.update(progress=generated_tokens(control.metrics()))
                 next_look = time.monotonic() + WATCH_INTERVAL_S
             self._woken.wait(0.2)
-        return 1, f"the server ended by itself with code {self._child.poll()}"
+        return 1, f"the server ended {how_ended(self._child.poll())}"
 
 
 def generated_tokens(metrics: str) -> int:

@@ -83,7 +83,7 @@ def test_a_server_that_dies_ends_the_leader_with_its_last_lines(tiny_model_tied:
     wait_for(lambda: all_gone(processes), "the end of the server's processes")
     record = read_exit(run)
     assert record["returncode"] == 1
-    assert "ended by itself with code -9" in record["reason"]
+    assert "the server ended by SIGKILL" in record["reason"]
     assert "Application startup complete" in record["last_lines"]
 
 

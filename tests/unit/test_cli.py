@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from cluster.decide import Kind
 from flows.cli.main import main
 from slipstream.config_file import load_config, parse_config
+from tasks.outcome import Outcome, RunFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -101,3 +103,9 @@ def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout
+
+
+def test_a_failure_ends_with_the_way_on() -> None:
+    text = str(RunFailed("/runs/a b", Outcome(Kind.FAIL, "the server died", "server", "/log", "line 1\nline 2")))
+    assert text.startswith("the run failed: the server died\n")
+    assert text.endswith("line 2\n---\ncontinue once the cause is mended: slipstream resume '/runs/a b'")

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import slipstream.process as process
-from slipstream.process import Heartbeat, last_lines, spawn, stop, write_exit
+from slipstream.process import Heartbeat, how_ended, last_lines, spawn, stop, write_exit
 from slipstream.run_folder import RunFolder, read_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,3 +190,10 @@ def test_an_exit_record_holds_the_last_lines_of_a_failure(tmp_path, code, kept):
     write_exit(run, "server", "inc", 2, code, "it ended", log)
     record = read_json(run.exit_file("server", "inc"))
     assert (record["returncode"], record["attempt"], record["reason"], record["last_lines"]) == (code, 2, "it ended", kept)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, "with code 0"), (3, "with code 3"), (-9, "by SIGKILL"), (-200, "by signal 200")]
+)
+def test_how_a_child_ended(code, words):
+    assert how_ended(code) == words
