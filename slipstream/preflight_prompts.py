@@ -104,9 +104,8 @@ def special_tokens(model: ModelFiles) -> dict[str, str]:
 
 
 def _render(template: str, prompts: list[Prompt], tokens: dict[str, str]) -> list[str]:
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils
 
-    rendered, _ = render_jinja_template(
-        conversations=prompts, chat_template=template, add_generation_prompt=True, **tokens
-    )
+    render: Any = chat_template_utils.render_jinja_template
+    rendered, _ = render(conversations=prompts, chat_template=template, add_generation_prompt=True, **tokens)
     return list(rendered)
