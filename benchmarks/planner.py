@@ -120,7 +120,9 @@ def main() -> None:
             rate = passes[0].raw / statistics.median(outcome.seconds for outcome in passes)
             ours.append(rate)
             if args.peer_script:
-                ratios.append(rate / peer_tokens_per_second(args.peer_python, args.peer_script, prompt, args.completion))
+                ratios.append(
+                    rate / peer_tokens_per_second(args.peer_python, args.peer_script, prompt, args.completion)
+                )
         print(
             f"  {passes[0].raw} raw tokens, {passes[0].forwarded} forwarded, "
             f"ratio {passes[0].raw / passes[0].forwarded:.2f}, {passes[0].micro_batches} micro-batches"

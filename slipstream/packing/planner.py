@@ -9,8 +9,9 @@ closes.
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from slipstream.packing.prefix_index import PrefixIndex
+from slipstream.packing.prefix_index import Gap, PrefixIndex
 from slipstream.packing.sample import Sample
 from slipstream.packing.trie import SortedSequences, attention_pairs, sort_sequences
 
@@ -55,10 +56,9 @@ class MicroBatch:
 
     def _place_whole(self, samples: list[Sample], sequences: SortedSequences) -> bool:
         gaps = self._index.locate(sequences)
-        shared = np.maximum(self._index.shared(sequences, gaps), sequences.shared[:, None])
-        new = sequences.lengths[:, None] - shared  # (n, ranks) or (n, 1)
+        new = self._new_nodes(sequences, gaps)
         tokens = self.tokens + new.sum(axis=0)
-        terms = self.terms + sum(sample.num_trained for sample in samples)
+        terms = self.terms + np.count_nonzero(np.concatenate([sample.trained for sample in samples]))
         fits = (tokens <= self._budget) & (terms <= self._budget)
         if not fits.any():
             return False
@@ -69,11 +69,14 @@ class MicroBatch:
         self.tokens[row], self.terms[row], self.costs[row] = tokens[row], terms[row], costs[row]
         return True
 
+    def _new_nodes(self, sequences: SortedSequences, gaps: list[Gap]) -> NDArray[np.int64]:
+        """`(n, ranks)` nodes that each adds to a row that holds those before it, `(n, 1)` where all rows are alike."""
+        return sequences.lengths[:, None] - np.maximum(self._index.shared(sequences, gaps), sequences.shared[:, None])
+
     def _place_part(self, samples: list[Sample], sequences: SortedSequences) -> int:
         """Fill one row with the first of the samples; how many it took, 0 if the micro-batch is to close."""
         gaps = self._index.locate(sequences)
-        shared = np.maximum(self._index.shared(sequences, gaps), sequences.shared[:, None])
-        new = np.broadcast_to(sequences.lengths[:, None] - shared, (len(samples), len(self.rows)))
+        new = np.broadcast_to(self._new_nodes(sequences, gaps), (len(samples), len(self.rows)))
         tokens = self.tokens + new.cumsum(axis=0)
         terms = self.terms + np.cumsum([sample.num_trained for sample in samples])[:, None]
         costs = self.costs + attention_pairs(new, sequences.lengths[:, None]).cumsum(axis=0)

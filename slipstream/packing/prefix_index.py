@@ -1,5 +1,6 @@
 """What new sequences have in common with those that the rows of a micro-batch hold. Pure."""
 
+from array import array
 from bisect import bisect_right
 from dataclasses import dataclass
 
@@ -33,12 +34,16 @@ class PrefixIndex:
         self._num_rows = rows
         self._keys: list[bytes] = []
         self._sequences: list[NDArray[np.int32]] = []
-        self._common = np.zeros(0, np.int64)  # with the predecessor
-        self._rows = np.zeros(0, np.int64)
+        self._common = array("q")  # with the predecessor
+        self._rows = array("q")
 
     def locate(self, group: SortedSequences) -> list[Gap]:
         """Where the sequences of a group belong."""
-        keys, first, last = group.keys, bisect_right(self._keys, group.keys[0]), bisect_right(self._keys, group.keys[-1])
+        keys, first, last = (
+            group.keys,
+            bisect_right(self._keys, group.keys[0]),
+            bisect_right(self._keys, group.keys[-1]),
+        )
         places = [first] * len(keys) if first == last else [bisect_right(self._keys, key) for key in keys]
         gaps, begin = [], 0
         for i in range(1, len(keys) + 1):
@@ -70,13 +75,14 @@ class PrefixIndex:
     def _reach(self, at: int, left: int, right: int) -> NDArray[np.int64]:
         """`(rows,)` longest common prefix of a sequence that belongs before `at` with one of each row."""
         reach = np.zeros((2, self._num_rows), np.int64)
+        common, rows = np.frombuffer(self._common, np.int64), np.frombuffer(self._rows, np.int64)
         # of several sequences of a row the nearest is assigned last
         if left and at:
-            leftward = np.minimum.accumulate(np.append(left, self._common[1:at][::-1]))
-            reach[0, self._rows[:at]] = leftward[::-1]
-        if right and at < len(self._rows):
-            rightward = np.minimum.accumulate(np.append(right, self._common[at + 1 :]))
-            reach[1, self._rows[at:][::-1]] = rightward[::-1]
+            leftward = np.minimum.accumulate(np.append(left, common[1:at][::-1]))
+            reach[0, rows[:at]] = leftward[::-1]
+        if right and at < len(rows):
+            rightward = np.minimum.accumulate(np.append(right, common[at + 1 :]))
+            reach[1, rows[at:][::-1]] = rightward[::-1]
         return reach.max(axis=0)
 
     def insert(self, group: SortedSequences, gaps: list[Gap], row: int) -> None:
@@ -87,6 +93,5 @@ class PrefixIndex:
                 self._common[at] = gap.right
             self._keys[at:at] = group.keys[begin:end]
             self._sequences[at:at] = group.sequences[begin:end]
-            inside = [self._common[:at], [gap.left], group.common[begin + 1 : end], self._common[at:]]
-            self._common = np.concatenate(inside)
-            self._rows = np.concatenate([self._rows[:at], np.full(end - begin, row), self._rows[at:]])
+            self._common[at:at] = array("q", [gap.left, *group.common[begin + 1 : end].tolist()])
+            self._rows[at:at] = array("q", [row]) * (end - begin)

@@ -61,8 +61,8 @@ class Row:
 
 
 def sort_key(sequence: NDArray[np.int32]) -> bytes:
-    """Bytes that compare as the token ids do, lexicographically."""
-    return sequence.astype(">i4").tobytes()
+    """Bytes that order sequences lexicographically: token after token, tokens in some fixed order."""
+    return np.asarray(sequence, np.int32).tobytes()
 
 
 def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
@@ -73,6 +73,20 @@ def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
     different = a[:length] != b[:length]
     first = int(different.argmax())
     return first if different[first] else length
+
+
+def common_prefixes(sequences: Sequence[NDArray[np.int32]]) -> list[int]:
+    """Length of the prefix that each sequence shares with its predecessor; 0 for the first."""
+    width = min(map(len, sequences), default=0)
+    if len(sequences) < 2 or not width:
+        return [0] * len(sequences)
+    heads = np.concatenate([sequence[:width] for sequence in sequences]).reshape(-1, width)
+    different = heads[1:] != heads[:-1]
+    first = different.argmax(axis=1).tolist()
+    for i in np.flatnonzero(heads[1:, -1] == heads[:-1, -1]).tolist():  # perhaps all of the shortest
+        if not different[i, first[i]]:
+            first[i] = width + common_prefix(sequences[i][width:], sequences[i + 1][width:])
+    return [0, *first]
 
 
 @dataclass(frozen=True)
@@ -124,25 +138,24 @@ def sort_sequences(sequences: Sequence[NDArray[np.int32]]) -> SortedSequences:
         raise ValueError("a sample without tokens cannot be packed")
     order = sorted(range(len(given)), key=given.__getitem__)
     ordered = [sequences[i] for i in order]
-    common = [0, *map(common_prefix, ordered, ordered[1:])]
     return SortedSequences(
         order=order,
         keys=[given[i] for i in order],
         sequences=ordered,
-        common=np.array(common[: len(order)], np.int64),
+        common=np.array(common_prefixes(ordered), np.int64),
         lengths=np.array([len(sequence) for sequence in ordered], np.int64),
     )
 
 
 def sorted_order(sequences: Sequence[NDArray[np.int32]]) -> list[int]:
-    """Indices in lexicographic order of the token ids, so that neighbours share the longest prefixes."""
+    """Indices in lexicographic order, so that neighbours share the longest prefixes."""
     return sorted(range(len(sequences)), key=[sort_key(sequence) for sequence in sequences].__getitem__)
 
 
 def new_nodes(sequences: Sequence[NDArray[np.int32]]) -> list[int]:
     """Nodes that each of the lexicographically sorted sequences adds to the trie of those before it."""
-    shared = [0, *(max(common_prefix(a, b) - 1, 0) for a, b in zip(sequences, sequences[1:], strict=False))]
-    return [len(sequence) - before for sequence, before in zip(sequences, shared, strict=False)]
+    common = common_prefixes(sequences)
+    return [len(sequence) - max(prefix - 1, 0) for sequence, prefix in zip(sequences, common, strict=True)]
 
 
 def attention_pairs(new: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.float64]:
