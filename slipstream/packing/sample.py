@@ -47,7 +47,7 @@ class Sample:
 
     @property
     def num_trained(self) -> int:
-        return int(self.trained.sum())
+        return int(np.count_nonzero(self.trained))
 
     @property
     def oldest_version(self) -> int:

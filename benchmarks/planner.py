@@ -1,0 +1,140 @@
+"""Raw tokens per second of planning and packing: `python -m benchmarks.planner`.
+
+The input is made before the clock starts. With `--peer-python` and `--peer-script`, another planner runs in between, one
+process a round: the script is called with the prompt and completion lengths, makes the same 64 groups of 8 for two rows
+of 16384 tokens, and its last word is its raw tokens per second.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.packing.planner import MicroBatch
+from slipstream.packing.sample import NOT_GENERATED, Sample
+from slipstream.packing.trie import Row, pack
+
+GROUPS, GENERATIONS, VOCABULARY = 64, 8, 150_000
+RANKS, TOKEN_BUDGET = 2, 16_384
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`raw` tokens in samples, `forwarded` tokens in rows, both over all micro-batches."""
+
+    raw: int
+    forwarded: int
+    micro_batches: int
+    seconds: float
+
+
+def make_groups(prompt: int, completion: int, head: int) -> list[list[Sample]]:
+    """Groups of samples with one prompt each; completions of `completion // 2` to `completion * 2` tokens."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for number in range(GROUPS):
+        question = rng.integers(0, VOCABULARY, prompt)
+        group = []
+        for _ in range(GENERATIONS):
+            answer = rng.integers(0, VOCABULARY, rng.integers(completion // 2, completion * 2))
+            ids = np.concatenate([question, answer]).astype(np.int32)
+            trained = np.arange(len(ids)) >= prompt
+            group.append(
+                Sample(
+                    input_ids=ids,
+                    trained=trained,
+                    logprobs=np.zeros(len(ids), np.float32),
+                    versions=np.where(trained, 0, NOT_GENERATED).astype(np.int32),
+                    head_ids=np.zeros((len(answer), head), np.int32),
+                    head_logprobs=np.zeros((len(answer), head), np.float32),
+                    advantage=1.0,
+                    number=number,
+                )
+            )
+        groups.append(group)
+    return groups
+
+
+def plan_and_pack(groups: list[list[Sample]], ranks: int, token_budget: int) -> list[list[Row]]:
+    """The rows of each micro-batch; what does not fit opens the next one."""
+    packed: list[list[Row]] = []
+    batch = MicroBatch(ranks, token_budget)
+
+    def close() -> None:
+        batch.spread()
+        packed.append([pack(samples) for samples in batch.rows])
+
+    for group in groups:
+        rest = batch.offer(group)
+        while rest:
+            close()
+            batch = MicroBatch(ranks, token_budget)
+            rest = batch.offer(rest)
+    if len(batch):
+        close()
+    return packed
+
+
+def measure(groups: list[list[Sample]], ranks: int, token_budget: int) -> Outcome:
+    begun = time.perf_counter()
+    packed = plan_and_pack(groups, ranks, token_budget)
+    seconds = time.perf_counter() - begun
+    rows = [row for micro_batch in packed for row in micro_batch]
+    return Outcome(sum(row.raw_tokens for row in rows), sum(row.num_tokens for row in rows), len(packed), seconds)
+
+
+def peer_tokens_per_second(python: str, script: str, prompt: int, completion: int) -> float:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [python, script, str(prompt), str(completion)]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    print("  peer:", output.strip().splitlines()[-1])
+    return float(output.split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="raw tokens per second of planning and packing")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048], help="prompt lengths, in tokens")
+    parser.add_argument("--completion", type=int, default=256, help="completions have half to twice as many tokens")
+    parser.add_argument("--head", type=int, default=0, help="sampler log-probabilities per trained token")
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--token-budget", type=int, default=TOKEN_BUDGET)
+    parser.add_argument("--rounds", type=int, default=5, help="how often both are measured, in turn")
+    parser.add_argument("--repeats", type=int, default=3, help="passes of ours in a round; the median counts")
+    parser.add_argument("--peer-python", help="Python of an environment that has the other planner")
+    parser.add_argument("--peer-script", help="script that measures the other planner")
+    args = parser.parse_args()
+    if bool(args.peer_python) != bool(args.peer_script):
+        parser.error("--peer-python and --peer-script belong together")
+
+    for prompt in args.prompts:
+        print(f"prompt {prompt}, completions {args.completion // 2} to {args.completion * 2 - 1}, head {args.head}")
+        groups = make_groups(prompt, args.completion, args.head)
+        measure(groups, args.ranks, args.token_budget)
+        ours, ratios = [], []
+        for _ in range(args.rounds):
+            passes = [measure(groups, args.ranks, args.token_budget) for _ in range(args.repeats)]
+            rate = passes[0].raw / statistics.median(outcome.seconds for outcome in passes)
+            ours.append(rate)
+            if args.peer_script:
+                ratios.append(
+                    rate / peer_tokens_per_second(args.peer_python, args.peer_script, prompt, args.completion)
+                )
+        print(
+            f"  {passes[0].raw} raw tokens, {passes[0].forwarded} forwarded, "
+            f"ratio {passes[0].raw / passes[0].forwarded:.2f}, {passes[0].micro_batches} micro-batches"
+        )
+        print(f"  raw tokens/s, min / median / max: {_three(ours, ',.0f')}")
+        if ratios:
+            print(f"  times the peer, min / median / max: {_three(ratios, '.1f')}")
+
+
+def _three(values: list[float], form: str) -> str:
+    return " / ".join(format(value, form) for value in (min(values), statistics.median(values), max(values)))
+
+
+if __name__ == "__main__":
+    main()
