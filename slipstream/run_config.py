@@ -160,6 +160,12 @@ class TrainerSection(Section):
     rollout_worker_timeout: float = Field(
         300.0, title="Rollout worker timeout", gt=0, description="Seconds without a heartbeat until it counts as hung."
     )
+    reward_timeout: float = Field(
+        300.0,
+        title="Reward timeout",
+        gt=0,
+        description="Seconds for one call of a reward function; one that takes longer ends the run.",
+    )
     vllm_server_timeout: float = Field(
         1800.0, title="Server timeout", gt=0, description="Seconds for one call to the server, start-up included."
     )

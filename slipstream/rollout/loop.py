@@ -16,7 +16,6 @@ from slipstream.rollout import types as t
 from slipstream.rollout.client import Choice, GenerationError, ServerUnavailable
 from slipstream.rollout.machinery import LoopMachinery
 from slipstream.rollout.observe import terminated, trained_length
-from slipstream.rollout.scoring import score
 from slipstream.rollout.setup import request_seed
 from slipstream.rollout.types import Message, Rollout, RolloutGroup, TurnRecord
 from slipstream.serving.labels import parse_label
@@ -160,7 +159,7 @@ class AsyncRolloutLoop(LoopMachinery):
             "completion_ids": [rollout.completion_ids for _, rollout in pairs],
             **{name: [row[name] for row, _ in pairs] for name in names},
         }
-        rewards = await score(self.reward_funcs, self._reward_names, self._executor, arguments, len(pairs))
+        rewards = await self._score(arguments, len(pairs))
         unscored: NDArray[np.bool_] = np.logical_and.reduce(np.isnan(rewards))
         total = np.where(unscored, math.nan, np.nansum(rewards, axis=0))
         scored = total[~unscored]
@@ -174,7 +173,11 @@ class AsyncRolloutLoop(LoopMachinery):
         for name, values in zip(self._reward_names, rewards, strict=True):
             metrics[f"rewards/{name}"] = float(np.nanmean(values)) if not np.isnan(values).all() else math.nan
         table = [
-            {"prompt": row["prompt"], "completion": rollout.completion, "reward": None if unscored[i] else float(total[i])}
+            {
+                "prompt": row["prompt"],
+                "completion": rollout.completion,
+                "reward": None if unscored[i] else float(total[i]),
+            }
             for i, (row, rollout) in enumerate(pairs[:20])
         ]
         return t.EvalResult(request, metrics, table)
