@@ -92,6 +92,7 @@ class AsyncGRPOConfig(TrainingArguments):
     max_staleness: int = _field("max_staleness")
     weight_sync_steps: int = _field("weight_sync_steps")
     rollout_worker_timeout: float = _field("rollout_worker_timeout")
+    reward_timeout: float = _field("reward_timeout")
 
     # logging
     log_completions: bool = _field("log_completions")

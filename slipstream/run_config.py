@@ -177,6 +177,13 @@ class TrainerSection(Section):
         le=MOST_SECONDS,
         description="Seconds without a heartbeat until it counts as hung.",
     )
+    reward_timeout: float = Field(
+        300.0,
+        title="Reward timeout",
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds for one call of a reward function; one that takes longer ends the run.",
+    )
     vllm_server_timeout: float = Field(
         1800.0,
         title="Server timeout",

@@ -148,7 +148,7 @@ class RolloutState:
     model_version: int
     attempt: int
     dataset_fingerprint: str
-    dataset_length: int
+    dataset_length: int | None
     shuffle: bool
     seed: int
     rewards: list[str]
@@ -157,7 +157,7 @@ class RolloutState:
 
     @property
     def position(self) -> Position:
-        return Position(self.epoch * self.dataset_length + self.prompt, frozenset(self.settled_beyond))
+        return Position(self.epoch * (self.dataset_length or 0) + self.prompt, frozenset(self.settled_beyond))
 
     def write(self, checkpoint: Path) -> None:
         write_json(checkpoint / STATE_FILE, asdict(self))
@@ -173,7 +173,7 @@ class RolloutState:
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{checkpoint / STATE_FILE} is damaged: {error!r}") from error
 
-    def check_same_data(self, fingerprint: str, length: int, shuffle: bool, seed: int) -> None:
+    def check_same_data(self, fingerprint: str, length: int | None, shuffle: bool, seed: int) -> None:
         """Raise CheckpointError where a resume would visit other prompts, or in another order."""
         for key, old, new in (
             ("length of the dataset", self.dataset_length, length),

@@ -3,6 +3,7 @@
 A prompt is settled when each of its samples was trained in a finished optimizer step or dropped with a reason.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -34,9 +35,9 @@ class Ledger:
     """Settles prompts. Single-threaded: everything happens on the training thread, so a line's step is unambiguous."""
 
     def __init__(
-        self, length: int, position: Position, write: Callable[[dict[str, Any]], None] = lambda line: None
+        self, length: int | None, position: Position, write: Callable[[dict[str, Any]], None] = lambda line: None
     ) -> None:
-        """`length`: prompts in the dataset; `write`: where lines go."""
+        """`length`: prompts in the dataset, None where it is not known; `write`: where lines go."""
         self._length = length
         self._first = position.first_unsettled
         self._beyond = set(position.settled_beyond)
@@ -68,7 +69,7 @@ class Ledger:
     def restore(self, samples: Iterable[Sample]) -> None:
         """Open the groups whose remainder a checkpoint held."""
         for sample in samples:
-            epoch, position = divmod(sample.number, self._length)
+            epoch, position = divmod(sample.number, self._length or sys.maxsize)
             self._open.setdefault(sample.number, _Open(epoch, position, -1, 0, restored=True)).outstanding += 1
 
     def arrived(self, result: GroupResult) -> None:
@@ -131,7 +132,7 @@ class Ledger:
         self._epoch_settled[entry.epoch] += 1
         outcomes = self._epoch_outcomes.setdefault(entry.epoch, Counter())
         outcomes.update(entry.outcomes)
-        if self._epoch_settled[entry.epoch] < self._length:
+        if self._length is None or self._epoch_settled[entry.epoch] < self._length:
             return
         if not outcomes[TRAINED]:
             counts = ", ".join(f"{reason}: {count}" for reason, count in outcomes.most_common())

@@ -1,7 +1,9 @@
 """The pipeline of a live run: the server's connection and the rollout process."""
 
+import math
 import os
 import queue
+import sys
 from typing import TYPE_CHECKING, Any
 
 from slipstream.learner.inbox import Inbox
@@ -72,8 +74,9 @@ class LivePipeline(Pipeline):
     def _setup(
         self, trainer: "AsyncGRPOTrainer", end: int | None, resumed: Resumed | None, max_model_len: int
     ) -> LoopSetup:
-        state, remainder = starting_point(resumed)
-        position = state.position if state else Position()
+        position, remainder = starting_point(resumed)
+        config = trainer.args
+        streamed = trainer.num_prompts is None and config.max_steps == sys.maxsize
         shuffle, seed = trainer._order
         return LoopSetup(
             run_id=self.run_id,
@@ -84,10 +87,11 @@ class LivePipeline(Pipeline):
             # what rank 0 still holds is neither settled nor to be generated again
             position=Position(position.first_unsettled, position.settled_beyond | {s.number for s in remainder}),
             end=end,
+            epochs=math.ceil(config.num_train_epochs) if streamed else None,
             shuffle=shuffle,
             seed=seed,
             eval_dataset=trainer.eval_dataset,
-            loop_state=state.loop_state if state else None,
+            loop_state=resumed[0].loop_state if resumed else None,
         )
 
     def _group_arrived(self, group: GroupResult) -> None:

@@ -1,11 +1,11 @@
 """Rank 0's half of the pipeline: the feed of samples and the ledger, whatever the samples come from."""
 
 import logging
+import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.data import fingerprint
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.feed import SampleFeed, Source
 from slipstream.learner.ledger import Ledger
@@ -34,9 +34,8 @@ class Pipeline(ABC):
         config = trainer.args
         self._trainer = trainer
         self.token_budget = token_budget
-        state, remainder = starting_point(resumed)
-        position = state.position if state else Position()
-        self.ledger = Ledger(len(trainer.train_dataset), position, trainer.reporter.ledger)
+        position, remainder = starting_point(resumed)
+        self.ledger = Ledger(trainer.num_prompts, position, trainer.reporter.ledger)
         self.feed = SampleFeed(
             source,
             self.ledger,
@@ -49,7 +48,7 @@ class Pipeline(ABC):
         )
         self.ledger.restore(remainder)
         self.feed.hold(remainder)
-        self._fingerprint = fingerprint(trainer.train_dataset)
+        self._fingerprint = trainer.data_fingerprint
 
     @abstractmethod
     def make_sync(self, version: int) -> PolicySync:
@@ -82,10 +81,10 @@ class Pipeline(ABC):
     def write_state(self, path: Path, step: int, version: int) -> None:
         """Write `rollout_state.json`, and the rest of the groups that the checkpoint splits."""
         trainer = self._trainer
-        length = len(trainer.train_dataset)
+        length = trainer.num_prompts
         position = self.ledger.position
         shuffle, seed = trainer._order
-        epoch, prompt = divmod(position.first_unsettled, length)
+        epoch, prompt = divmod(position.first_unsettled, length or sys.maxsize)
         ckpt.RolloutState(
             step=step,
             epoch=epoch,
@@ -109,8 +108,11 @@ class Pipeline(ABC):
         """Stop what it started."""
 
 
-def starting_point(resumed: Resumed | None) -> tuple[ckpt.RolloutState | None, list[Any]]:
-    """The checkpoint's state and the samples that it held back."""
-    if resumed is None:
-        return None, []
-    return resumed[0], ckpt.load_samples(resumed[1] / ckpt.REMAINDER_FILE)
+def starting_point(resumed: Resumed | None) -> tuple[Position, list[Any]]:
+    """Where the data stands, and the samples that the checkpoint held back.
+
+    An iterable dataset starts over, so what was held back comes again too.
+    """
+    if resumed is None or resumed[0].dataset_length is None:
+        return Position(), []
+    return resumed[0].position, ckpt.load_samples(resumed[1] / ckpt.REMAINDER_FILE)

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -162,13 +163,13 @@ class AsyncGRPOTrainer(Trainer):
     def _check_arguments(self, args: Any, dataset: Any, peft_config: Any, tools: Any, environment: Any) -> None:
         if dataset is None:
             raise ValueError("train_dataset is missing: pass rows with a conversational 'prompt' column")
-        if not hasattr(dataset, "__len__"):
-            raise ValueError(f"train_dataset of type {type(dataset).__name__} has no length: pass a datasets.Dataset")
-        if len(dataset) == 0:
+        if hasattr(dataset, "__len__") and len(dataset) == 0:
             raise ValueError("train_dataset is empty")
-        if "prompt" not in dataset.column_names:
-            raise ValueError(f"train_dataset has no 'prompt' column, only {', '.join(dataset.column_names)}")
-        first = dataset[0]["prompt"]
+        columns = getattr(dataset, "column_names", None)
+        if columns is not None and "prompt" not in columns:
+            raise ValueError(f"train_dataset has no 'prompt' column, only {', '.join(columns)}")
+        row: dict[str, Any] = next(iter(dataset), {})
+        first = row.get("prompt")
         if not (
             isinstance(first, list) and first and isinstance(first[0], dict) and {"role", "content"} <= set(first[0])
         ):
@@ -240,9 +241,10 @@ class AsyncGRPOTrainer(Trainer):
         self._resumed = self._read_state(Path(resume_from_checkpoint)) if resume_from_checkpoint else None
         self._saved_step = self._resumed[0].step if self._resumed else -1  # never written over, should no step follow
         epoch_based = config.max_steps <= 0
-        end = math.ceil(config.num_train_epochs * len(self.train_dataset)) if epoch_based else None
+        length = self.num_prompts
+        end = math.ceil(config.num_train_epochs * length) if epoch_based and length is not None else None
         if epoch_based:  # the number of steps is not known; every step settles at least one sample
-            config.max_steps = max(1, end or 0) * config.num_generations
+            config.max_steps = sys.maxsize if end is None else max(1, end) * config.num_generations
         self._ended = False
         try:
             if self._is_main:
@@ -271,8 +273,18 @@ class AsyncGRPOTrainer(Trainer):
             ckpt.verify(path)
         state = ckpt.RolloutState.read(path)
         shuffle, seed = self._order
-        state.check_same_data(fingerprint(self.train_dataset), len(self.train_dataset), shuffle, seed)
+        state.check_same_data(self.data_fingerprint, self.num_prompts, shuffle, seed)
         return state, path
+
+    @property
+    def num_prompts(self) -> int | None:
+        """Prompts in the training data; None for an iterable dataset."""
+        return len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+
+    @property
+    def data_fingerprint(self) -> str:
+        """Identity of the training data; all iterable datasets have the same."""
+        return "iterable" if self.num_prompts is None else fingerprint(self.train_dataset)
 
     @property
     def _order(self) -> tuple[bool, int]:
@@ -424,7 +436,8 @@ class AsyncGRPOTrainer(Trainer):
         if "grad_norm" in logs or "loss" in logs:
             logs.update(self._reduce_window())
         if self._pipeline is not None:
-            self.state.epoch = self._pipeline.ledger.settled / len(self.train_dataset)
+            if self.num_prompts is not None:
+                self.state.epoch = self._pipeline.ledger.settled / self.num_prompts
             if "loss" in logs:
                 logs["num_tokens"] = self._num_tokens
         super().log(logs, start_time)

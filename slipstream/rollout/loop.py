@@ -16,7 +16,7 @@ from slipstream.rollout import types as t
 from slipstream.rollout.client import Choice, GenerationError, ServerUnavailable
 from slipstream.rollout.machinery import LoopMachinery
 from slipstream.rollout.observe import terminated, trained_length
-from slipstream.rollout.scoring import reward_arguments, score
+from slipstream.rollout.scoring import reward_arguments
 from slipstream.rollout.setup import request_seed
 from slipstream.rollout.types import Message, Rollout, RolloutGroup, TurnRecord
 from slipstream.serving.labels import parse_label
@@ -160,7 +160,7 @@ class AsyncRolloutLoop(LoopMachinery):
             [rollout.completion_ids for _, rollout in pairs],
             {name: [row[name] for row, _ in pairs] for name in names},
         )
-        rewards = await score(self.reward_funcs, self._reward_names, self._executor, arguments, len(pairs))
+        rewards = await self._score(arguments, len(pairs))
         unscored: NDArray[np.bool_] = np.logical_and.reduce(np.isnan(rewards))
         total = np.where(unscored, math.nan, np.nansum(rewards, axis=0))
         scored = total[~unscored]

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.data import prompt_order
 from slipstream.rollout import types as t
 from slipstream.rollout.allowance import Outstanding, may_start
 from slipstream.rollout.client import SamplingSettings, VLLMClient
 from slipstream.rollout.observe import group_observations
 from slipstream.rollout.outcome import completions_table, split_group
+from slipstream.rollout.prompts import Prompt, RejectionWatch, prompts
 from slipstream.rollout.scoring import reward_arguments, score, total_rewards, unique_names
 from slipstream.rollout.sequences import assign_costs, build_sequences
 from slipstream.rollout.setup import LoopSetup
@@ -84,7 +84,7 @@ class LoopMachinery(ABC):
 
         self._reward_names = unique_names(reward_funcs)
         self._groups: dict[asyncio.Task[None], int] = {}  # task of a group in flight -> its version at the start
-        self._score_queue: asyncio.Queue[tuple[int, RolloutGroup, list[Rollout | None]]] = asyncio.Queue(
+        self._score_queue: asyncio.Queue[tuple[Prompt, RolloutGroup, list[Rollout | None]]] = asyncio.Queue(
             score_queue_maxsize
         )
         self._scoring = 0
@@ -159,11 +159,10 @@ class LoopMachinery(ABC):
     def _room(self, prompt_ids: list[int]) -> int:
         return min(self.config.max_completion_length, self._setup.max_model_len - len(prompt_ids))
 
-    async def _run_group(
-        self, number: int, row_index: int, row: dict[str, Any], prompt_ids: list[int], version: int
-    ) -> None:
+    async def _run_group(self, prompt: Prompt, prompt_ids: list[int], version: int) -> None:
         begun = time.monotonic()
-        outcomes = await self._generate_group(number, row["prompt"], prompt_ids)
+        row = prompt.row
+        outcomes = await self._generate_group(prompt.number, row["prompt"], prompt_ids)
         failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
         self._rollouts_failed += len(failed)
         self._rollouts_ok += len(outcomes) - len(failed)
@@ -182,8 +181,8 @@ class LoopMachinery(ABC):
             tool_call_counts=[r.tool_call_count if r else 0 for r in rollouts],
             tool_failure_counts=[r.tool_failure_count if r else 0 for r in rollouts],
             model_version=version,
-            group_id=number,
-            row_index=row_index,
+            group_id=prompt.number,
+            row_index=prompt.row_index,
             env_rewards=[None] * len(rollouts),
             rollout_rewards=[r.reward if r else None for r in rollouts],
             queued_at=time.monotonic(),
@@ -192,7 +191,7 @@ class LoopMachinery(ABC):
         blocked = time.monotonic()
         self._scoring += 1
         try:
-            await self._score_queue.put((number, group, rollouts))
+            await self._score_queue.put((prompt, group, rollouts))
         except BaseException:
             self._scoring -= 1
             raise
@@ -203,9 +202,9 @@ class LoopMachinery(ABC):
 
     async def _score_groups(self) -> None:
         while True:
-            number, group, rollouts = await self._score_queue.get()
+            prompt, group, rollouts = await self._score_queue.get()
             try:
-                result = await self._score_group(number, group, rollouts)
+                result = await self._score_group(prompt, group, rollouts)
             finally:
                 self._scoring -= 1
             # a group that is dropped tells the size of the next as well as one that is kept
@@ -214,7 +213,11 @@ class LoopMachinery(ABC):
                 self._recent_costs.append(size)
             self._hand_over(result)
 
-    async def _score_group(self, number: int, group: RolloutGroup, rollouts: list[Rollout | None]) -> GroupResult:
+    async def _score(self, arguments: dict[str, Any], count: int) -> np.ndarray:
+        timeout = self.config.reward_timeout
+        return await score(self.reward_funcs, self._reward_names, self._executor, arguments, count, timeout)
+
+    async def _score_group(self, prompt: Prompt, group: RolloutGroup, rollouts: list[Rollout | None]) -> GroupResult:
         begun = time.monotonic()
         alive = [i for i, rollout in enumerate(rollouts) if rollout is not None]
         by_function = np.full((len(self.reward_funcs), len(rollouts)), math.nan)
@@ -225,9 +228,7 @@ class LoopMachinery(ABC):
                 [group.completions_ids[i] for i in alive],
                 {key: [values[i] for i in alive] for key, values in group.reward_kwargs.items()},
             )
-            by_function[:, alive] = await score(
-                self.reward_funcs, self._reward_names, self._executor, arguments, len(alive)
-            )
+            by_function[:, alive] = await self._score(arguments, len(alive))
         group.rewards = total_rewards(by_function, group)
         advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
         if advantages.shape != group.rewards.shape:
@@ -240,11 +241,10 @@ class LoopMachinery(ABC):
             ("rollout/score_s", time.monotonic() - begun, 1),
             ("rollout/score_wait_s", begun - group.queued_at, 1),
         ]
-        epoch, position = divmod(number, len(self.dataset))
         return GroupResult(
-            number=number,
-            epoch=epoch,
-            position=position,
+            number=prompt.number,
+            epoch=prompt.epoch,
+            position=prompt.position,
             row_index=group.row_index,
             samples=samples,
             dropped=dict(dropped),
@@ -263,9 +263,10 @@ class LoopMachinery(ABC):
         self._handed_over += 1
         self._buffer.put(result)
 
-    def _drop_prompt(self, number: int, row_index: int, reason: str) -> None:
-        epoch, position = divmod(number, len(self.dataset))
-        self._hand_over(GroupResult(number, epoch, position, row_index, [], {reason: 1}))
+    def _drop_prompt(self, prompt: Prompt, reason: str, count: int = 1) -> None:
+        self._hand_over(
+            GroupResult(prompt.number, prompt.epoch, prompt.position, prompt.row_index, [], {reason: count})
+        )
 
     def _outstanding(self) -> Outstanding:
         costs = self._recent_costs
@@ -280,25 +281,19 @@ class LoopMachinery(ABC):
 
     async def _dispatch(self) -> None:
         """Start groups in prompt order as the bounds allow; at the end of the data wait for the last, and say so."""
-        order_of: tuple[int, Any] = (-1, None)
-        filtered_epoch, rejected = -1, 0
+        watch = RejectionWatch()
         begun_prompts = 0
-        for number in self._setup.position.numbers(self._setup.end):
+        for prompt in prompts(self.dataset, self._setup):
             begun_prompts += 1
-            epoch, position = divmod(number, len(self.dataset))
-            if order_of[0] != epoch:
-                order_of = (epoch, prompt_order(len(self.dataset), epoch, self._setup.seed, self._setup.shuffle))
-            row_index = int(order_of[1][position])
-            row = self.dataset[row_index]
-            if not self.filter_prompt(row_index, row, epoch):
-                filtered_epoch, rejected = epoch, rejected + 1 if filtered_epoch == epoch else 1
-                if rejected >= len(self.dataset):
-                    raise RuntimeError(f"filter_prompt rejected every prompt of epoch {epoch}: nothing can be trained")
-                self._drop_prompt(number, row_index, t.FILTERED)
+            admitted = self.filter_prompt(prompt.row_index, prompt.row, prompt.epoch)
+            watch.see(prompt, not admitted)
+            if not admitted:
+                self._drop_prompt(prompt, t.FILTERED)
+                await asyncio.sleep(0)
                 continue
-            prompt_ids = self.render(row["prompt"])
+            prompt_ids = self.render(prompt.row["prompt"])
             if self._room(prompt_ids) < 1:
-                self._drop_prompt(number, row_index, t.OVERSIZE_PROMPT)
+                self._drop_prompt(prompt, t.OVERSIZE_PROMPT)
                 await asyncio.sleep(0)
                 continue
             begun = time.monotonic()
@@ -307,29 +302,25 @@ class LoopMachinery(ABC):
             if time.monotonic() - begun > 2 * POLL_S:
                 self._waits.append(time.monotonic() - begun)
             version = self.model_version
-            task = asyncio.create_task(self._run_group(number, row_index, row, prompt_ids, version))
+            task = asyncio.create_task(self._run_group(prompt, prompt_ids, version))
             self._groups[task] = version
             self._in_flight_rollouts += self.config.num_generations
-            task.add_done_callback(functools.partial(self._group_done, number, row_index))
+            task.add_done_callback(functools.partial(self._group_done, prompt))
             await asyncio.sleep(0)
+        watch.check()
         # counted, not inferred from what is under way: a group that ended in an exception is never handed over
         while self._handed_over < begun_prompts:
             await asyncio.sleep(POLL_S)
         self._buffer.put(t.EndOfData(self._handed_over))
 
-    def _group_done(self, number: int, row_index: int, task: asyncio.Task[None]) -> None:
+    def _group_done(self, prompt: Prompt, task: asyncio.Task[None]) -> None:
         self._groups.pop(task, None)
         self._in_flight_rollouts -= self.config.num_generations
         if task.cancelled():
             if not self._stopping:
-                self._hand_over_stale(number, row_index)
+                self._drop_prompt(prompt, t.STALE, self.config.num_generations)
         elif (error := task.exception()) is not None and self._fatal is not None and not self._fatal.done():
             self._fatal.set_exception(error)
-
-    def _hand_over_stale(self, number: int, row_index: int) -> None:
-        epoch, position = divmod(number, len(self.dataset))
-        count = self.config.num_generations
-        self._hand_over(GroupResult(number, epoch, position, row_index, [], {t.STALE: count}))
 
     def _abort_stale(self) -> None:
         """Cancel groups in flight that are beyond the bound already; the server sees the closed connection."""

@@ -64,27 +64,50 @@ def reward_arguments(
     return {**columns, **dict(zip(GENERATED, (prompts, completions, completion_ids), strict=True))}
 
 
+def _about(arguments: dict[str, Any]) -> str:
+    prompts = arguments.get("prompts")
+    return f" (first prompt: {prompts[0]!r:.300})" if prompts else ""
+
+
 async def score(
-    functions: Sequence[RewardFunction], names: Sequence[str], executor: Executor, arguments: dict[str, Any], count: int
+    functions: Sequence[RewardFunction],
+    names: Sequence[str],
+    executor: Executor,
+    arguments: dict[str, Any],
+    count: int,
+    timeout_s: float | None = None,
 ) -> NDArray[np.float64]:
-    """Call every function with `arguments`; `(functions, count)`, NaN where it did not score.
+    """Call every function with `arguments`, all at once; `(functions, count)`, NaN where it did not score.
+
+    Args:
+        functions, names: sync ones run in threads of `executor`, async ones on this loop.
+        timeout_s: bound of each call in seconds; None: no bound. A thread that hangs cannot be ended, so the run is.
 
     Raises:
-        RewardError: with the function's name; its own exception is the cause.
+        RewardError: with the function's name and the prompt; its own exception is the cause.
     """
     loop = asyncio.get_running_loop()
 
+    async def call(function: RewardFunction) -> Any:
+        if is_async(function):
+            return await function(**arguments)
+        values = await loop.run_in_executor(executor, lambda: function(**arguments))
+        return await values if inspect.isawaitable(values) else values
+
     async def one(name: str, function: RewardFunction) -> NDArray[np.float64]:
         try:
-            if is_async(function):
-                values = await function(**arguments)
-            else:
-                values = await loop.run_in_executor(executor, lambda: function(**arguments))
-                if inspect.isawaitable(values):
-                    values = await values
+            async with asyncio.timeout(timeout_s) as bound:
+                values = await call(function)
         except Exception as error:
-            raise RewardError(f"reward {name} raised {type(error).__name__}: {error}") from error
-        return check_rewards(name, values, count)
+            if isinstance(error, TimeoutError) and bound.expired():
+                message = f"reward {name} did not return within reward_timeout = {timeout_s:g} s"
+            else:
+                message = f"reward {name} raised {type(error).__name__}: {error}"
+            raise RewardError(message + _about(arguments)) from error
+        try:
+            return check_rewards(name, values, count)
+        except RewardError as error:
+            raise RewardError(str(error) + _about(arguments)) from error.__cause__
 
     if not functions:
         return np.zeros((0, count))

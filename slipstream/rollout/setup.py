@@ -35,6 +35,7 @@ class LoopSetup:
         use_generate_route: whether the server has the token-in token-out route with version spans.
         max_model_len: of the server, in tokens.
         end: prompt number at which the data ends; None where only the number of steps bounds the run.
+        epochs: passes over an iterable dataset, which has no `end`; None where only the number of steps bounds the run.
         shuffle, seed: of the order of prompts.
         eval_dataset: held-out rows, or None.
         loop_state: what the loop's own `state_dict` returned at the checkpoint, or None.
@@ -47,6 +48,7 @@ class LoopSetup:
     max_model_len: int
     position: Position = field(default_factory=Position)
     end: int | None = None
+    epochs: int | None = None
     shuffle: bool = True
     seed: int = 42
     eval_dataset: Any = None

@@ -481,9 +481,21 @@ def test_nothing_is_generated_before_the_trainer_allows_it():
 
 
 def test_rollouts_in_flight_stay_below_the_cap():
-    harness = Harness(rows(*"abcdefghij"), by_seed, loop_cls=OwnTurn, max_concurrent_rollouts=7)
-    assert len(all_results(harness)) == 10
-    assert 3 < harness.server.peak <= 7, "two groups of three"
+    async def hold(request):
+        await released.wait()
+
+    async def steps(h):
+        nonlocal released
+        released = asyncio.Event()
+        first = asyncio.create_task(h.results(10))
+        await h.until(lambda: h.server.running >= 3, "the first group in flight")
+        released.set()
+        await first
+
+    released = None
+    harness = Harness(rows(*"abcdefghij"), by_seed, loop_cls=OwnTurn, max_concurrent_rollouts=7, fault=hold)
+    drive(harness, steps)
+    assert 3 <= harness.server.peak <= 7, "never more than two groups of three"
 
 
 @pytest.mark.parametrize("script", [counting, equal])
