@@ -24,6 +24,7 @@ class Row:
         predict: `(L,)` int32, the node that predicts each trained token.
         target, logq, advantage, sample: `(L,)`: token id, sampler log-probability, advantage, index of the sample.
         head_ids, head_logq: `(L, K)`.
+        candidate_ids, candidate_offsets: the candidate sets of the loss terms as in `Sample`, or None.
         raw_tokens: tokens of the samples before packing; num_samples: how many.
     """
 
@@ -39,6 +40,8 @@ class Row:
     head_logq: NDArray[np.float32]
     raw_tokens: int
     num_samples: int
+    candidate_ids: NDArray[np.int32] | None = None
+    candidate_offsets: NDArray[np.int64] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +107,7 @@ def pack(samples: Sequence[Sample]) -> Row:
         advantage.append(np.full(len(where), sample.advantage, dtype=np.float32))
         owner.append(np.full(len(where), index, dtype=np.int32))
     head_ids, head_logq = _stack_heads(samples)
+    candidate_ids, candidate_offsets = stack_candidates(samples)
     return Row(
         input_ids=np.concatenate(parts),
         position_ids=np.concatenate(depths),
@@ -117,6 +121,8 @@ def pack(samples: Sequence[Sample]) -> Row:
         head_logq=head_logq,
         raw_tokens=sum(map(len, samples)),
         num_samples=len(samples),
+        candidate_ids=candidate_ids,
+        candidate_offsets=candidate_offsets,
     )
 
 
@@ -125,6 +131,20 @@ def _stack_heads(samples: Sequence[Sample]) -> tuple[NDArray[np.int32], NDArray[
     ids = [np.pad(s.head_ids, ((0, 0), (0, width - s.head_ids.shape[1])), constant_values=EMPTY) for s in samples]
     logq = [np.pad(s.head_logprobs, ((0, 0), (0, width - s.head_logprobs.shape[1]))) for s in samples]
     return np.concatenate(ids), np.concatenate(logq)
+
+
+def stack_candidates(samples: Sequence[Sample]) -> tuple[NDArray[np.int32] | None, NDArray[np.int64] | None]:
+    """The candidate sets of all samples' trained tokens, in the order of the samples; None where no sample has any."""
+    if all(sample.candidate_ids is None for sample in samples):
+        return None, None
+    ids, lengths = [], []
+    for sample in samples:
+        if sample.candidate_ids is None or sample.candidate_offsets is None:
+            lengths.append(np.zeros(sample.num_trained, np.int64))
+        else:
+            ids.append(sample.candidate_ids)
+            lengths.append(np.diff(sample.candidate_offsets))
+    return np.concatenate(ids), np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
 
 
 def _filler() -> Row:
