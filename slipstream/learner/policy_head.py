@@ -48,7 +48,7 @@ def output_layer(model: Any) -> nn.Linear:
 def exchanged_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """`module.forward` is `forward` inside; its hooks still run."""
     kept = module.__dict__.get("forward")
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     try:
         yield
     finally:
@@ -101,9 +101,7 @@ def policy_logprobs(
     (result,) = found
     # wrappers hook the gradient of the model's output: it takes part in the loss, as a zero
     zero = (output.logits * 0).sum().to(result.logp.dtype)
-    return TokenLogprobs(
-        result.logp + zero, result.head_logp, result.head_valid, result.entropy, result.logsumexp
-    )
+    return TokenLogprobs(result.logp + zero, result.head_logp, result.head_valid, result.entropy, result.logsumexp)
 
 
 @torch.no_grad()
@@ -128,10 +126,13 @@ def measured_transform(model: Any, inputs: dict[str, Any]) -> LogitTransform:
     seen = output.logits.flatten()
     if seen.shape != (len(PROBE),):
         raise ValueError(f"{name} changes the shape of its logits after the output layer: it cannot be trained here")
-    return fitted(seen.double().cpu(), 1e-5 if seen.dtype in (torch.float32, torch.float64) else 2e-2, _config(model))
+    return fitted(
+        seen.double().cpu(), 1e-5 if seen.dtype in (torch.float32, torch.float64) else 2e-2, text_config(model)
+    )
 
 
-def _config(model: Any) -> Any:
+def text_config(model: Any) -> Any:
+    """The configuration of the language model, also within a multimodal one."""
     config = unwrapped(model).config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -142,9 +143,9 @@ def fitted(seen: Tensor, tolerance: float, config: Any) -> LogitTransform:
     softcap = getattr(config, "final_logit_softcapping", None) or None
     named = [1.0]
     for key, value in config.to_dict().items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-            if "logit" in key and "scal" in key or key.endswith("multiplier"):
-                named += [float(value), 1 / float(value)]
+        about_logits = ("logit" in key and "scal" in key) or key.endswith("multiplier")
+        if about_logits and isinstance(value, (int, float)) and value > 0:
+            named += [float(value), 1 / float(value)]
     for cap in dict.fromkeys((softcap, None)):
         at_one = float(seen[PROBE.index(1.0)])
         read = at_one if cap is None else cap * float(torch.atanh(torch.tensor(at_one / cap, dtype=torch.float64)))
