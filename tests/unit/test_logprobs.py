@@ -87,7 +87,7 @@ def weighted(found: TokenLogprobs) -> Tensor:
 
 @pytest.mark.parametrize("candidates", [False, True], ids=["vocabulary", "candidates"])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
-@pytest.mark.parametrize("chunk", [1, 5, L, None])
+@pytest.mark.parametrize("chunk", [1, 5, None])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_equals_the_plain_computation(
     dtype: torch.dtype, chunk: int | None, transform: LogitTransform, candidates: bool
@@ -183,15 +183,15 @@ def largest(compute: Any, length: int, size: int) -> int:
 
 
 def test_no_tensor_grows_with_positions_times_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.algorithm.logprobs.CHUNK_LOGITS_CPU", 10_000)
+    monkeypatch.setattr("slipstream.algorithm.logprobs.CHUNK_LOGITS_CPU", 8_000)
 
     def all_at_once(*given: Any) -> TokenLogprobs:
         return plain(*given, candidates=None, transform=LogitTransform(), temperature=1.0)
 
-    for length, size in ((100, 400), (800, 400), (100, 3_200), (800, 3_200)):
+    for length, size in ((100, 200), (400, 200), (100, 800), (400, 800)):
         assert largest(all_at_once, length, size) >= length * size, "the measurement sees full logits"
         inputs = max(length, size) * H
-        assert largest(chunked_logprobs, length, size) <= max(10_000, inputs)
+        assert largest(chunked_logprobs, length, size) <= max(8_000, inputs)
 
 
 # ---- inside a model
