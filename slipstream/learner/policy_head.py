@@ -119,7 +119,9 @@ def measured_transform(model: Any, inputs: dict[str, Any]) -> LogitTransform:
             hidden.device
         )[None, None]
 
-    with exchanged_forward(layer, forward):
+    devices = [layer.weight.device] if layer.weight.device.type == "cuda" else []
+    # a run that was resumed measures once more than one that was not: what is random must not notice
+    with torch.random.fork_rng(devices), exchanged_forward(layer, forward):
         output = model(**inputs)
     if len(calls) != 1:
         raise ValueError(f"{name} called its output layer {len(calls)} times in one forward: it cannot be trained here")

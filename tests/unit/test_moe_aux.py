@@ -6,51 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from slipstream.config import AsyncGRPOConfig
 from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.router_loss import router_loss
 from slipstream.packing.sample import Sample
 from slipstream.packing.trie import pack
-from tests.learner_replay import (
-    VOCABULARY,
-    ReplayTrainer,
-    made_up_group,
-    made_up_sample,
-    replay_config,
-    samples_of,
-    tiny_model,
-)
+from tests.learner_replay import VOCABULARY, made_up_sample, samples_of, tiny_model
+from tests.moe import MODELS, model_of, run_moe
 
 CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.25,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "router_aux_loss_coef": 0.125,
-}
-MODELS: dict[str, Any] = {
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=8)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)),
-}
-
-
-def model_of(name: str) -> Any:
-    torch.manual_seed(0)
-    model = MODELS[name]().double()
-    model.set_experts_implementation("eager")  # the grouped kernels take no float64
-    return model
 
 
 def chain(length: int = 9) -> Sample:
@@ -160,17 +125,9 @@ def test_reentrant_checkpointing_is_refused() -> None:
         router.value(9)
 
 
-def run(tmp_path: Path, coefficient: float | None) -> ReplayTrainer:
-    groups = [made_up_group(number, 3, 5, 4) for number in range(4)]
-    config = replay_config(tmp_path, router_aux_loss_coef=coefficient, gradient_accumulation_steps=2)
-    trainer = ReplayTrainer(model_of("qwen3_moe"), config, groups, 48)
-    trainer.train()
-    return trainer
-
-
 def test_the_trainer_adds_it_to_the_loss_and_logs_it_unscaled(tmp_path: Path) -> None:
     """The first step, with and without it: the gradients differ by the coefficient times its mean over rows."""
-    off, on = run(tmp_path / "off", 0.0), run(tmp_path / "on", None)
+    off, on = run_moe(tmp_path / "off", 0.0), run_moe(tmp_path / "on", None)
     assert not any("aux_loss" in line for line in off.state.log_history)
     plan = samples_of(on._plans[0])
     assert [[s.rollout_id for s in batch] for batch in plan] == [
