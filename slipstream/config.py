@@ -51,9 +51,7 @@ class AsyncGRPOConfig(TrainingArguments):
     )
     dtype: str = _field("dtype", ModelSection)
     trust_remote_code: bool = _field("trust_remote_code", ModelSection)
-    router_aux_loss_coef: float | None = field(
-        default=None, metadata={"help": "Weight of the load-balancing loss of a mixture of experts."}
-    )
+    router_aux_loss_coef: float | None = _field("router_aux_loss_coef")
 
     # generation
     num_generations: int = _field("num_generations")
@@ -147,6 +145,14 @@ class AsyncGRPOConfig(TrainingArguments):
         refuse(
             self.score_centering and self.num_sampler_logprobs < 1,
             f"num_sampler_logprobs={self.num_sampler_logprobs}: score centering needs at least 1; or set score_centering=False",
+        )
+        refuse(self.top_k < 0, f"top_k={self.top_k}: it must be 0 (off) or more")
+        refuse(self.min_p is not None and not 0 <= self.min_p <= 1, f"min_p={self.min_p}: it must lie in [0, 1]")
+        refuse(not 0 < self.epsilon < 1, f"epsilon={self.epsilon}: it must lie between 0 and 1")
+        refuse(self.epsilon_high <= 0, f"epsilon_high={self.epsilon_high}: it must be above 0")  # type: ignore[operator]
+        refuse(
+            self.router_aux_loss_coef is not None and self.router_aux_loss_coef < 0,
+            f"router_aux_loss_coef={self.router_aux_loss_coef}: it must be 0 (off) or more",
         )
         refuse(self.max_staleness < 0, f"max_staleness={self.max_staleness}: it must be 0 or more")
         refuse(self.weight_sync_steps < 1, f"weight_sync_steps={self.weight_sync_steps}: it must be 1 or more")

@@ -208,6 +208,12 @@ class TrainerSection(Section):
     vllm_importance_sampling_clip_max: float = Field(
         5.0, title="Largest ratio", ge=1, description="Tokens with a larger importance ratio are masked."
     )
+    router_aux_loss_coef: float | None = Field(
+        None,
+        title="Router loss",
+        ge=0,
+        description="Weight of the load-balancing loss of a mixture of experts; empty: the model's own, 0: off.",
+    )
     num_sampler_logprobs: int = Field(
         8,
         title="Sampler log-probabilities",

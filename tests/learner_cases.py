@@ -28,10 +28,13 @@ class Case:
     budget: int = BUDGET
     deal: int | None = None
     lone: bool = False
+    candidates: int | None = None
 
     @property
     def data(self) -> list[GroupResult]:
-        groups = [made_up_group(number, 3, self.head_size, self.groups) for number in range(self.groups)]
+        groups = [
+            made_up_group(number, 3, self.head_size, self.groups, self.candidates) for number in range(self.groups)
+        ]
         return [keep_only_first(group) for group in groups] if self.lone else groups
 
 
@@ -55,6 +58,8 @@ CASES = {
     "clipped, accumulation": Case({**CLIPPED, **ACCUMULATION, "gradient_checkpointing": True}, groups=16),
     "lone sample, centering": Case(groups=1, lone=True),
     "lone sample, hardly clipped, accumulation": Case({**WIDE, **ACCUMULATION}, groups=1, lone=True),
+    "candidates, centering": Case({"top_k": 12, "temperature": 0.7}, candidates=12),
+    "candidates, clipped, accumulation": Case({**CLIPPED, **ACCUMULATION, "top_k": 12}, groups=16, candidates=12),
     "one micro-batch": Case(**ONE_MICRO_BATCH),
     "one micro-batch, dealt": Case(deal=1, **ONE_MICRO_BATCH),
     "one micro-batch, clipped": Case(CLIPPED, **ONE_MICRO_BATCH),

@@ -58,12 +58,30 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def made_up_sample(
-    rng: np.random.Generator, input_ids: Sequence[int], trained: Sequence[bool], head_size: int, **scalars: Any
+    rng: np.random.Generator,
+    input_ids: Sequence[int],
+    trained: Sequence[bool],
+    head_size: int,
+    candidates: int | None = None,
+    **scalars: Any,
 ) -> Sample:
-    """A sample of a sampler that has nothing to do with the policy, so ratios lie on both sides of any bounds."""
+    """A sample of a sampler that has nothing to do with the policy, so ratios lie on both sides of any bounds.
+
+    `candidates`: most tokens of the set that each token is drawn from, of which the sampled one is always one.
+    """
     ids, mask = np.asarray(input_ids, np.int32), np.asarray(trained, np.bool_)
     where = np.flatnonzero(mask)
     scores = rng.normal(size=(len(where), VOCABULARY)) * 1.5
+    sets: dict[str, Any] = {}
+    if candidates is not None:
+        members = [
+            np.union1d(rng.choice(VOCABULARY, rng.integers(0, candidates), replace=False), ids[i : i + 1])
+            for i in where
+        ]
+        sets["candidate_ids"] = np.concatenate(members).astype(np.int32)
+        sets["candidate_offsets"] = np.cumsum([0, *map(len, members)]).astype(np.int64)
+        for at, inside in zip(scores, members, strict=True):
+            at[np.setdiff1d(np.arange(VOCABULARY), inside)] = -9999.0
     log_q = (scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)).astype(np.float32)
     heads = np.argsort(-log_q, axis=1)[:, :head_size].astype(np.int32)
     logprobs = np.zeros(len(ids), np.float32)
@@ -76,13 +94,16 @@ def made_up_sample(
         head_ids=heads,
         head_logprobs=np.take_along_axis(log_q, heads, axis=1),
         cost=len(ids),
+        **sets,
         **scalars,
     )
     sample.check()
     return sample
 
 
-def made_up_group(number: int, generations: int, head_size: int, length: int = 1_000) -> GroupResult:
+def made_up_group(
+    number: int, generations: int, head_size: int, length: int = 1_000, candidates: int | None = None
+) -> GroupResult:
     """A prompt's group: a shared prompt, completions of different lengths that branch late, some with a stretch in the
     middle that is not trained, as after a tool call. `length`: of the dataset."""
     rng = np.random.default_rng(number)
@@ -101,6 +122,7 @@ def made_up_group(number: int, generations: int, head_size: int, length: int = 1
                 prompt + completion,
                 trained,
                 head_size,
+                candidates,
                 advantage=float(advantage),
                 number=number,
                 rollout_id=f"{number}-{generation}",
@@ -126,6 +148,13 @@ def for_reference(sample: Sample) -> reference.Sample:
         entries = sample.head_ids[term] != EMPTY
         heads[position] = sample.head_ids[term][entries].tolist()
         head_logprobs[position] = sample.head_logprobs[term][entries].tolist()
+    candidates = None
+    if sample.candidate_ids is not None:
+        everything = list(range(VOCABULARY))
+        candidates = [everything for _ in sample.input_ids]
+        parts = np.split(sample.candidate_ids, sample.candidate_offsets[1:-1])
+        for position, ids in zip(np.flatnonzero(sample.trained), parts, strict=True):
+            candidates[position] = ids.tolist() or everything
     return reference.Sample(
         prompt_ids=sample.input_ids[:1].tolist(),
         completion_ids=sample.input_ids[1:].tolist(),
@@ -134,6 +163,7 @@ def for_reference(sample: Sample) -> reference.Sample:
         advantage=float(np.float32(sample.advantage)),
         head_ids=heads[1:],
         head_logprobs=head_logprobs[1:],
+        candidate_ids=candidates and candidates[1:],
     )
 
 

@@ -21,6 +21,7 @@ STATE_FILE = "rollout_state.json"
 REMAINDER_FILE = "rollout_remainder.npz"
 _NAME = re.compile(r"^checkpoint-(\d+)$")
 _ARRAYS = ("input_ids", "trained", "logprobs", "versions", "head_ids", "head_logprobs")
+_OPTIONAL_ARRAYS = ("candidate_ids", "candidate_offsets")
 
 
 class CheckpointError(Exception):
@@ -193,8 +194,9 @@ def save_samples(path: Path, samples: list[Sample]) -> None:
     arrays: dict[str, Any] = {}
     scalars = []
     for i, sample in enumerate(samples):
-        for name in _ARRAYS:
-            arrays[f"{i}.{name}"] = getattr(sample, name)
+        for name in _ARRAYS + _OPTIONAL_ARRAYS:
+            if (array := getattr(sample, name)) is not None:
+                arrays[f"{i}.{name}"] = array
         scalars.append(
             {
                 "advantage": sample.advantage,
@@ -219,5 +221,6 @@ def load_samples(path: Path) -> list[Sample]:
         samples = []
         for i, values in enumerate(scalars):
             values["rewards_by_name"] = {k: tuple(v) for k, v in values["rewards_by_name"].items()}
-            samples.append(Sample(**{name: arrays[f"{i}.{name}"] for name in _ARRAYS}, **values))
+            optional = [name for name in _OPTIONAL_ARRAYS if f"{i}.{name}" in arrays]
+            samples.append(Sample(**{name: arrays[f"{i}.{name}"] for name in (*_ARRAYS, *optional)}, **values))
     return samples

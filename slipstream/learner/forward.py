@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.algorithm.logprobs import Candidates, TokenLogprobs
 from slipstream.algorithm.loss import TokenTerms
-from slipstream.packing.sample import EMPTY
+from slipstream.learner.policy_head import policy_logprobs
 from slipstream.packing.trie import Row, attention_mask
 
 
@@ -24,6 +25,7 @@ class RowTensors:
     advantage: Tensor
     head_ids: Tensor
     head_logq: Tensor
+    candidates: Candidates | None = None
 
 
 def to_tensors(row: Row, device: torch.device) -> RowTensors:
@@ -43,30 +45,40 @@ def to_tensors(row: Row, device: torch.device) -> RowTensors:
         advantage=floats(row.advantage),
         head_ids=ids(row.head_ids),
         head_logq=floats(row.head_logq),
+        candidates=_candidates(row, device),
     )
+
+
+def _candidates(row: Row, device: torch.device) -> Candidates | None:
+    if row.candidate_offsets is None or row.candidate_ids is None:
+        return None
+    ids = torch.from_numpy(row.candidate_ids).to(device=device, dtype=torch.long)
+    return Candidates(torch.from_numpy(row.candidate_offsets).long(), ids)
 
 
 def token_terms(model: torch.nn.Module, row: RowTensors, temperature: float) -> tuple[TokenTerms, Tensor]:
     """Forward the row; the terms of its `L` trained tokens, and `(L,)` entropy of `p` at each (detached).
 
-    Logits are made for the `L` positions that predict a trained token only, and handled in float32 at least.
+    Log-probabilities are in float32 at least. With candidate sets they, the entropy and the head are over those.
     """
-    output = model(
-        input_ids=row.input_ids,
-        position_ids=row.position_ids,
-        attention_mask=row.attention,
-        logits_to_keep=row.predict,
-        use_cache=False,
+    inputs = {
+        "input_ids": row.input_ids,
+        "position_ids": row.position_ids,
+        "attention_mask": row.attention,
+        "use_cache": False,
+    }
+    found = policy_logprobs(model, inputs, row.predict, row.target, row.head_ids, temperature, row.candidates)
+    return terms_of(found, row), found.entropy
+
+
+def terms_of(found: TokenLogprobs, row: RowTensors) -> TokenTerms:
+    """What the objective needs, in the log-probabilities' dtype."""
+    dtype = found.logp.dtype
+    return TokenTerms(
+        logp=found.logp,
+        logq=row.logq.to(dtype),
+        advantage=row.advantage.to(dtype),
+        head_logp=found.head_logp,
+        head_logq=row.head_logq.to(dtype),
+        head_mask=found.head_valid,
     )
-    logits = output.logits[0]
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    normalizer = torch.logsumexp(logits, dim=-1)
-    logp = logits.gather(1, row.target[:, None])[:, 0] - normalizer
-    mask = row.head_ids != EMPTY
-    head_logp = logits.gather(1, row.head_ids.clamp_min(0)) - normalizer[:, None]
-    with torch.no_grad():
-        logprobs = logits - normalizer[:, None]
-        entropy = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)
-    dtype = logits.dtype
-    terms = TokenTerms(logp, row.logq.to(dtype), row.advantage.to(dtype), head_logp, row.head_logq.to(dtype), mask)
-    return terms, entropy

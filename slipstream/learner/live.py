@@ -4,6 +4,7 @@ import math
 import os
 import queue
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from slipstream.learner.inbox import Inbox
@@ -15,7 +16,7 @@ from slipstream.rollout.types import GroupResult
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.run_folder import RunFolder
 from slipstream.serving.control import ServerControl
-from slipstream.serving.probe import check, probe
+from slipstream.serving.probe import Capabilities, check, probe
 from slipstream.serving.transport import make_transport
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class LivePipeline(Pipeline):
         )
         if self.capabilities.max_model_len is None:
             problems.append("it does not say its max_model_len in /v1/models")
+        problems += candidate_problems(self.capabilities, config)
         if problems:
             raise ServerNotUsable("the server cannot be used as it runs:\n" + "\n".join(f"- {p}" for p in problems))
         return int(self.capabilities.max_model_len or 0)
@@ -83,6 +85,7 @@ class LivePipeline(Pipeline):
             attempt=trainer.args.attempt,
             served_model=self.capabilities.model,
             use_generate_route=self.capabilities.has_generate_route,
+            returns_candidates=self.capabilities.sampling_mask and self.capabilities.has_generate_route,
             max_model_len=max_model_len,
             # what rank 0 still holds is neither settled nor to be generated again
             position=Position(position.first_unsettled, position.settled_beyond | {s.number for s in remainder}),
@@ -137,6 +140,25 @@ class LivePipeline(Pipeline):
         self.worker.stop()
         self._inbox.close()
         self._control.close()
+
+
+def candidate_problems(capabilities: Capabilities, config: Any) -> list[str]:
+    """What stands in the way of sampling with the config's top-k, top-p and min-p.
+
+    Warns where the server cannot return candidate sets: the ratio is then taken over the whole vocabulary.
+    """
+    truncates = config.top_k > 0 or config.top_p < 1 or bool(config.min_p)
+    if not truncates and capabilities.sampling_mask:
+        return ["it runs with --return-sampling-mask, which needs top_k: start it without, or set top_k"]
+    if truncates and not (capabilities.sampling_mask and capabilities.has_generate_route):
+        warnings.warn(
+            f"top_k={config.top_k}, top_p={config.top_p}, min_p={config.min_p}: the server does not return the candidate "
+            "sets that it samples from, so the trainer normalises over the whole vocabulary and the importance ratio is "
+            "biased (too small). vLLM 0.28 or later returns them on a GPU: start it with --return-sampling-mask "
+            "--enable-scale-out (and VLLM_USE_V2_MODEL_RUNNER=1 if it refuses the flag), or set top_k=0, top_p=1, min_p=0",
+            stacklevel=2,
+        )
+    return []
 
 
 def learner_host() -> str:

@@ -1,5 +1,6 @@
 """`AsyncGRPOTrainer`: transformers' `Trainer`, fed by a live queue of rollouts."""
 
+import contextlib
 import math
 import shutil
 import sys
@@ -24,6 +25,7 @@ from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.live import LivePipeline
 from slipstream.learner.pipeline import Pipeline
 from slipstream.learner.reporter import Reporter
+from slipstream.learner.router_loss import router_loss
 from slipstream.learner.sync import PolicySync
 from slipstream.metrics.window import Window
 from slipstream.packing.trie import pack
@@ -150,6 +152,7 @@ class AsyncGRPOTrainer(Trainer):
         self._objects = (
             dist.new_group(backend="gloo", timeout=WAIT_FOR_ROLLOUTS) if self.accelerator.num_processes > 1 else None
         )
+        self._router = router_loss(self.model, args.router_aux_loss_coef)
         self._settings = LossSettings(
             args.score_centering,
             args.vllm_importance_sampling_clip_min,
@@ -341,9 +344,15 @@ class AsyncGRPOTrainer(Trainer):
 
     def _share(self, batches: list[PlannedMicroBatch], rank: int) -> list[dict[str, Any]]:
         counted = [
-            {"row": b.rows[rank], "num_tokens": b.num_tokens, "num_micro_batches": len(batches)} for b in batches
+            {
+                "row": b.rows[rank],
+                "num_tokens": b.num_tokens,
+                "num_rows": sum(row.num_samples > 0 for row in b.rows),
+                "num_micro_batches": len(batches),
+            }
+            for b in batches
         ]
-        filler = {"row": pack([]), "num_tokens": 1, "num_micro_batches": len(batches)}
+        filler = {"row": pack([]), "num_tokens": 1, "num_rows": 1, "num_micro_batches": len(batches)}
         return counted + [filler] * (self.args.gradient_accumulation_steps - len(batches))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
@@ -372,11 +381,18 @@ class AsyncGRPOTrainer(Trainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """This rank's part of a micro-batch's loss, scaled so that averaging over ranks and adding over micro-batches
-        gives: the mean over micro-batches of (sum over tokens / tokens over all ranks)."""
+        gives: the mean over micro-batches of (sum over tokens / tokens over all ranks), and of the mean router loss of
+        the rows that hold samples."""
         row = inputs["row"]
-        terms, entropy = token_terms(model, to_tensors(row, self.args.device), self.args.temperature)
+        with self._router.recorded() if self._router else contextlib.nullcontext():
+            terms, entropy = token_terms(model, to_tensors(row, self.args.device), self.args.temperature)
         total = token_loss(terms, self._settings).sum()
         loss = total * (self.accelerator.num_processes / (inputs["num_tokens"] * inputs["num_micro_batches"]))
+        if self._router is not None and row.num_samples:
+            router = self._router.value(row.num_tokens)
+            share = self.accelerator.num_processes / (inputs["num_rows"] * inputs["num_micro_batches"])
+            loss = loss + self._router.coefficient * share * router
+            self._window.add("aux_loss", router.item())
         if row.num_terms:
             self._observe(row, terms, entropy)
         return (loss, terms) if return_outputs else loss

@@ -20,6 +20,9 @@ class Sample:
         versions: `(T,)` int32, the policy version that produced each generated token, `NOT_GENERATED` elsewhere.
         head_ids: `(L, K)` int32, the sampler's likeliest tokens at each of the `L` trained tokens, `EMPTY` where fewer.
         head_logprobs: `(L, K)` float32, their log-probabilities.
+        candidate_ids, candidate_offsets: the sets that the trained tokens were drawn from under top-k / top-p / min-p:
+            that of the `i`-th is `candidate_ids[offsets[i]:offsets[i + 1]]`, an empty one is the whole vocabulary;
+            `(M,)` int32 and `(L + 1,)` int64. None: the whole vocabulary everywhere.
         advantage: of the rollout.
         number: of the prompt: `epoch * len(dataset) + position`.
         cost: tokens that count against the allowance: the group's shared prompt is counted once.
@@ -41,6 +44,8 @@ class Sample:
     group_std: float = 0.0
     rewards_by_name: dict[str, tuple[float, float]] = field(default_factory=dict)
     queued_at: float = 0.0
+    candidate_ids: NDArray[np.int32] | None = None
+    candidate_offsets: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -66,3 +71,18 @@ class Sample:
             raise ValueError(f"sample: head of shape {self.head_ids.shape} for {terms} trained tokens")
         if not np.isfinite(self.logprobs[self.trained]).all():
             raise ValueError("sample: a trained token has no finite log-probability of the sampler")
+        self._check_candidates()
+
+    def _check_candidates(self) -> None:
+        ids, offsets = self.candidate_ids, self.candidate_offsets
+        if ids is None or offsets is None:
+            if ids is not None or offsets is not None:
+                raise ValueError("sample: candidate_ids and candidate_offsets come together")
+            return
+        lengths = np.diff(offsets)
+        if len(lengths) != self.num_trained or offsets[0] != 0 or offsets[-1] != len(ids) or (lengths < 0).any():
+            raise ValueError(f"sample: candidate sets of {len(lengths)} tokens for {self.num_trained} trained tokens")
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        found = np.bincount(owner, ids == self.input_ids[self.trained][owner], minlength=len(lengths)) > 0
+        if not (found | (lengths == 0)).all():
+            raise ValueError("sample: a trained token is not among the candidates that it was drawn from")

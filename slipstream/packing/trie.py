@@ -32,6 +32,7 @@ class Row:
         predict: `(L,)` int32, the node that predicts each trained token.
         target, logq, advantage, sample: `(L,)`: token id, sampler log-probability, advantage, index of the sample.
         head_ids, head_logq: `(L, K)`.
+        candidate_ids, candidate_offsets: the candidate sets of the loss terms as in `Sample`, or None.
         raw_tokens: tokens of the samples before packing; num_samples: how many.
     """
 
@@ -50,6 +51,8 @@ class Row:
     head_logq: NDArray[np.float32]
     raw_tokens: int
     num_samples: int
+    candidate_ids: NDArray[np.int32] | None = None
+    candidate_offsets: NDArray[np.int64] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -198,6 +201,7 @@ def pack(samples: Sequence[Sample]) -> Row:
     _into_shared_runs(predict, bounds, counts, own, start, shared, offset, above)
 
     head_ids, head_logq = _stack_heads(samples)
+    candidate_ids, candidate_offsets = stack_candidates(samples)
     return Row(
         input_ids=np.concatenate([ids[before:] for ids, before in zip(trie.sequences, shared.tolist(), strict=True)]),
         position_ids=np.arange(size, dtype=np.int32) - np.repeat(offset.astype(np.int32), new),
@@ -214,6 +218,8 @@ def pack(samples: Sequence[Sample]) -> Row:
         head_logq=head_logq,
         raw_tokens=int(ends[-1]),
         num_samples=len(samples),
+        candidate_ids=candidate_ids,
+        candidate_offsets=candidate_offsets,
     )
 
 
@@ -275,6 +281,20 @@ def _stack_heads(samples: Sequence[Sample]) -> tuple[NDArray[np.int32], NDArray[
             missing = ((0, 0), (0, width - head.shape[1]))
             ids[i], logq[i] = np.pad(head, missing, constant_values=EMPTY), np.pad(logq[i], missing)
     return np.concatenate(ids), np.concatenate(logq)
+
+
+def stack_candidates(samples: Sequence[Sample]) -> tuple[NDArray[np.int32] | None, NDArray[np.int64] | None]:
+    """The candidate sets of all samples' trained tokens, in the order of the samples; None where no sample has any."""
+    if all(sample.candidate_ids is None for sample in samples):
+        return None, None
+    ids, lengths = [], []
+    for sample in samples:
+        if sample.candidate_ids is None or sample.candidate_offsets is None:
+            lengths.append(np.zeros(sample.num_trained, np.int64))
+        else:
+            ids.append(sample.candidate_ids)
+            lengths.append(np.diff(sample.candidate_offsets))
+    return np.concatenate(ids), np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
 
 
 def _filler() -> Row:

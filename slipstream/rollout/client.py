@@ -70,6 +70,11 @@ class SamplingSettings:
         }
 
     @property
+    def truncates(self) -> bool:
+        """Whether a token is drawn from a candidate set smaller than the vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or bool(self.min_p)
+
+    @property
     def num_logprobs(self) -> int:
         """One more than the head: the server lists the sampled token first and then cuts, and the head must not
         depend on what was sampled."""
@@ -94,8 +99,23 @@ def labels_of(spans: list[dict[str, Any]] | None, length: int) -> list[str | Non
     return labels
 
 
-def parse_generate(choice: dict[str, Any], head_size: int) -> Choice:
-    """A choice of the token-in token-out route."""
+def candidates_of(choice: dict[str, Any]) -> list[list[int]]:
+    """The set that each token of a choice was drawn from. Raises GenerationError where the answer has no such sets."""
+    sets, ids = choice.get("sampling_mask"), choice["token_ids"] or []
+    if sets is None:
+        raise GenerationError("the server returned no sampling_mask, though it runs with --return-sampling-mask")
+    if len(sets) != len(ids):
+        raise GenerationError(f"the server returned a sampling_mask of {len(sets)} entries for {len(ids)} tokens")
+    for position, (token, candidates) in enumerate(zip(ids, sets, strict=True)):
+        if token not in candidates:
+            raise GenerationError(
+                f"the server's sampling_mask leaves out token {token} at {position}, which it sampled"
+            )
+    return sets
+
+
+def parse_generate(choice: dict[str, Any], head_size: int, candidates: bool = False) -> Choice:
+    """A choice of the token-in token-out route; `candidates`: it must have the candidate sets."""
     ids = choice["token_ids"] or []
     content = (choice.get("logprobs") or {}).get("content") or []
     heads = [head_of(entry["top_logprobs"], head_size) for entry in content] if head_size else None
@@ -104,7 +124,7 @@ def parse_generate(choice: dict[str, Any], head_size: int) -> Choice:
         logprobs=[max(float(entry["logprob"]), FLOOR_LOGPROB) for entry in content],
         heads=heads,
         labels=labels_of(choice.get("weight_versions"), len(ids)),
-        candidates=choice.get("sampling_mask"),
+        candidates=candidates_of(choice) if candidates else None,
         finish_reason=choice.get("finish_reason"),
     )
 
@@ -145,6 +165,7 @@ class VLLMClient:
         token_file: str | Path | None = None,
         timeout_s: float = 1800.0,
         use_generate_route: bool = True,
+        returns_candidates: bool = False,
         on_retry: Callable[[], None] = lambda: None,
         retry_delays_s: tuple[float, ...] = RETRY_DELAYS_S,
     ) -> None:
@@ -154,6 +175,7 @@ class VLLMClient:
         self._token_file = token_file
         self._timeout_s = timeout_s
         self._generate_route = use_generate_route
+        self._candidates = returns_candidates and use_generate_route and settings.truncates
         self._on_retry = on_retry
         self._delays = retry_delays_s
         self._session: aiohttp.ClientSession | None = None
@@ -192,7 +214,7 @@ class VLLMClient:
                 "sampling_params": {**sampling, "logprobs": self._settings.num_logprobs, "detokenize": False},
             }
             answer = await self._post(GENERATE_ROUTE, body)
-            return [parse_generate(choice, head) for choice in self._choices(answer, n)]
+            return [parse_generate(choice, head, self._candidates) for choice in self._choices(answer, n)]
         body = {
             "model": lora or self._model,
             "prompt": prompt_ids,

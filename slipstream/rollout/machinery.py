@@ -108,6 +108,7 @@ class LoopMachinery(ABC):
             token_file=config.vllm_server_token_file,
             timeout_s=config.vllm_server_timeout,
             use_generate_route=setup.use_generate_route,
+            returns_candidates=setup.returns_candidates,
             on_retry=self._count_retry,
         )
 

@@ -1,6 +1,8 @@
 """From the turns of a rollout to training sequences. Pure."""
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,7 @@ class _Growing:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.heads: list[dict[int, float]] = []
+        self.candidates: list[Sequence[int]] = []  # of the trained tokens; an empty one is the whole vocabulary
 
     def context(self, ids: Sequence[int]) -> None:
         self.ids += ids
@@ -35,12 +38,16 @@ class _Growing:
         heads = turn.output_sampler_logprobs or [{}] * count
         if len(heads) != count:
             raise ValueError(f"output_sampler_logprobs has {len(heads)} entries for {count} output tokens")
+        candidates = turn.output_sampling_mask or [[]] * count
+        if len(candidates) != count:
+            raise ValueError(f"output_sampling_mask has {len(candidates)} entries for {count} output tokens")
         versions = turn.output_versions or [0] * count
         self.ids += turn.output_ids
         self.trained += mask
         self.logprobs += [p if m else 0.0 for p, m in zip(turn.output_log_probs or [0.0] * count, mask, strict=True)]
         self.versions += versions
         self.heads += [head for head, m in zip(heads, mask, strict=True) if m]
+        self.candidates += [ids for ids, m in zip(candidates, mask, strict=True) if m]
 
     def finish(self) -> Sample:
         width = max((len(head) for head in self.heads), default=0)
@@ -56,9 +63,17 @@ class _Growing:
             versions=np.array(self.versions, np.int32),
             head_ids=head_ids,
             head_logprobs=head_logprobs,
+            **self._candidate_arrays(),
         )
         sample.check()
         return sample
+
+    def _candidate_arrays(self) -> dict[str, Any]:
+        if not any(self.candidates):
+            return {}
+        lengths = np.array([0, *map(len, self.candidates)], np.int64)
+        ids = np.fromiter(chain.from_iterable(self.candidates), np.int32, int(lengths.sum()))
+        return {"candidate_ids": ids, "candidate_offsets": np.cumsum(lengths)}
 
 
 def build_sequences(turns: Sequence[TurnRecord]) -> list[Sample]:

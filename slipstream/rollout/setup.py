@@ -33,6 +33,7 @@ class LoopSetup:
         run_id, attempt: what the server's version labels must say.
         served_model: name of the model on the server.
         use_generate_route: whether the server has the token-in token-out route with version spans.
+        returns_candidates: whether the server returns the candidate set of each token (`sampling_mask`).
         max_model_len: of the server, in tokens.
         end: prompt number at which the data ends; None where only the number of steps bounds the run.
         epochs: passes over an iterable dataset, which has no `end`; None where only the number of steps bounds the run.
@@ -53,6 +54,7 @@ class LoopSetup:
     seed: int = 42
     eval_dataset: Any = None
     loop_state: dict[str, Any] | None = None
+    returns_candidates: bool = False
 
 
 def request_seed(seed: int, number: int, generation: int, turn: int, attempt: int) -> int:

@@ -104,7 +104,12 @@ def test_a_run_to_its_end(slipstream: Callable[..., Command], tmp_path: Path) ->
     assert command.wait() == 0, command.output
     assert (tmp_path / "runs" / ".prefect").stat().st_mode & 0o777 == 0o700
     assert not (tmp_path / "home" / ".prefect").exists()
-    for text in ("step 5/5  reward 1.000", "held-out reward  0.200 → 1.000", "report.html", "again, with other settings"):
+    for text in (
+        "step 5/5  reward 1.000",
+        "held-out reward  0.200 → 1.000",
+        "report.html",
+        "again, with other settings",
+    ):
         assert text in command.output
     assert command.run.report_file.is_file()
     assert "Finished in state Completed" in (command.run.logs / "flow.log").read_text()

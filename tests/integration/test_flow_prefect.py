@@ -135,9 +135,7 @@ def processes(run: RunFolder) -> list[psutil.Process]:
 
 
 def test_a_cancel_by_signal_leaves_no_process(api: str, tmp_path: Path) -> None:
-    flow = called_as_a_function(
-        tmp_path, PREFECT_API_URL=api, PREFECT_API_AUTH_STRING=PASSWORD, STANDIN="learner:hang"
-    )
+    flow = called_as_a_function(tmp_path, PREFECT_API_URL=api, PREFECT_API_AUTH_STRING=PASSWORD, STANDIN="learner:hang")
     run = RunFolder(tmp_path / "r")
     end = time.monotonic() + PATIENCE_S
     try:

@@ -66,7 +66,13 @@ def test_the_page_s_script_trains_after_a_change_of_its_import(tiny_model_tied: 
         text = SCRIPT.replace("MODEL", str(tiny_model_tied)).replace("OUT", str(tmp_path / "out")).replace("URL", url)
         script.write_text(text)
         done = subprocess.run(
-            [sys.executable, str(script)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False
+            [sys.executable, str(script)],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
         )
     finally:
         stop(server)

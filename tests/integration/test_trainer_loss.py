@@ -11,9 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.learner.forward import to_tensors, token_terms
+from slipstream.learner.router_loss import router_loss
+from slipstream.packing.trie import pack
 from tests import reference
 from tests.learner_cases import CASES, Case, run_case
 from tests.learner_replay import Step, for_reference, replay_config, tiny_model
+from tests.moe import model_of
 
 pytestmark = pytest.mark.integration
 
@@ -144,6 +148,33 @@ def test_all_ranks_take_the_same_step(two_ranks: list[dict[str, Any]]) -> None:
         for one, other in zip(*(rank["steps"][name] for rank in two_ranks), strict=True):
             assert one.gradient.keys() == other.gradient.keys()
             assert all(torch.equal(one.gradient[key], other.gradient[key]) for key in one.gradient)
+
+
+def test_router_loss_is_averaged_over_the_rows_of_all_ranks(two_ranks: list[dict[str, Any]]) -> None:
+    """The gradients with and without it differ by its coefficient times its mean over the rows that hold samples."""
+    without, having = two_ranks[0]["moe"][0.0][0], two_ranks[0]["moe"][0.125][0]
+    assert without.samples == having.samples
+    model = model_of("qwen3_moe")
+    router = router_loss(model, 0.125)
+    means = []
+    for samples, counts in zip(having.micro_batches, having.samples_per_row, strict=True):
+        assert len(counts) == RANKS
+        values, begin = [], 0
+        for count in filter(None, counts):
+            row = pack(samples[begin : begin + count])
+            begin += count
+            with router.recorded():
+                token_terms(model, to_tensors(row, torch.device("cpu")), 1.0)
+            values.append(router.value(row.num_tokens))
+        means.append(torch.stack(values).mean())
+    mean = torch.stack(means).mean()
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(0.125 * mean, list(parameters.values()), allow_unused=True)
+    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+        expected = torch.zeros_like(parameter) if gradient is None else gradient
+        found = having.gradient[name] - without.gradient[name]
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-7), name
+    assert two_ranks[0]["moe_logs"][0]["aux_loss"] == pytest.approx(mean.item(), rel=1e-5)
 
 
 def test_two_ranks_resume_where_they_stopped(two_ranks: list[dict[str, Any]]) -> None:

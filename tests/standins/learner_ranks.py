@@ -1,4 +1,4 @@
-"""One rank of torchrun: every case of the loss, and a resumed training; what it did is saved as RANK.pt.
+"""One rank of torchrun: every case of the loss, a mixture of experts, and a resumed training; what it did is saved as RANK.pt.
 
 torchrun … -m tests.standins.learner_ranks FOLDER
 """
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.learner_cases import CASES, run_case
 from tests.learner_replay import snapshot
 from tests.learner_resume import new_trainer
+from tests.moe import run_moe
 
 
 def main(folder: Path) -> None:
@@ -21,7 +22,14 @@ def main(folder: Path) -> None:
     whole.train()
     resumed = new_trainer(folder / "resumed", num_steps=4, seed=1)
     resumed.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-2"))
-    result = {"steps": steps, "whole": snapshot(whole.model), "resumed": snapshot(resumed.model)}
+    moe = {coefficient: run_moe(folder / "moe", coefficient) for coefficient in (0.0, 0.125)}
+    result = {
+        "moe": {coefficient: trainer.steps for coefficient, trainer in moe.items()},
+        "moe_logs": moe[0.125].state.log_history,
+        "steps": steps,
+        "whole": snapshot(whole.model),
+        "resumed": snapshot(resumed.model),
+    }
     torch.save(result, folder / f"{os.environ['RANK']}.pt")
     dist.destroy_process_group()
 

@@ -78,9 +78,7 @@ def test_demo_is_the_demo_configuration(cli: CliRunner) -> None:
         (["resume", "no-such-run"], "there is no run 'no-such-run'"),
     ],
 )
-def test_a_refusal_is_a_message_and_exit_code_2(
-    cli: CliRunner, tmp_path: Path, argv: list[str], words: str
-) -> None:
+def test_a_refusal_is_a_message_and_exit_code_2(cli: CliRunner, tmp_path: Path, argv: list[str], words: str) -> None:
     if argv[0] == "train":
         argv = [*argv, "--set", f"storage.root={tmp_path / 'runs'}"]
     else:

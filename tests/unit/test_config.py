@@ -117,7 +117,9 @@ def test_every_own_field_has_a_help_text():
 
 
 def test_it_adds_nothing_else_but_where_the_run_is():
-    own = {f.name for f in dataclasses.fields(AsyncGRPOConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
+    own = {f.name for f in dataclasses.fields(AsyncGRPOConfig)} - {
+        f.name for f in dataclasses.fields(TrainingArguments)
+    }
     assert own - set(OWN) == {"vllm_server_token_file", "reward_timeout", "run_dir", "attempt"}
     assert set(OWN) <= own
 

@@ -31,7 +31,9 @@ def cancels(decision: Decision) -> set[str | None]:
     ("observation", "ending", "role", "words"),
     [
         pytest.param(seen(), None, None, "training", id="healthy"),
-        pytest.param(seen(server=PENDING, endpoint=False, beats={}), None, None, "waiting for the cluster", id="queued"),
+        pytest.param(
+            seen(server=PENDING, endpoint=False, beats={}), None, None, "waiting for the cluster", id="queued"
+        ),
         pytest.param(seen(endpoint=False, beats={}), None, None, "the server is starting", id="server loads"),
         pytest.param(seen(beats={}), None, None, "the learner is starting", id="learner loads"),
         pytest.param(seen(server=DEAD), Kind.FAIL, "server", "exit code 3: CUDA out of memory", id="server died"),
@@ -39,14 +41,22 @@ def cancels(decision: Decision) -> set[str | None]:
         pytest.param(seen(server=LEFT), Kind.FAIL, "server", "exit code 0", id="server left by itself"),
         pytest.param(seen(learner=DEAD), Kind.FAIL, "learner", "exit code 3", id="learner died"),
         pytest.param(seen(learner=LEFT), Kind.FAIL, "learner", "wrote no result", id="learner left without result"),
-        pytest.param(seen(DEAD, DEAD), Kind.FAIL, "server", "the server has ended", id="both died: the server is the cause"),
-        pytest.param(seen(LEFT, DEAD), Kind.FAIL, "learner", "the learner has ended", id="server left after the learner"),
+        pytest.param(
+            seen(DEAD, DEAD), Kind.FAIL, "server", "the server has ended", id="both died: the server is the cause"
+        ),
+        pytest.param(
+            seen(LEFT, DEAD), Kind.FAIL, "learner", "the learner has ended", id="server left after the learner"
+        ),
         pytest.param(seen(learner=LEFT, result=True), Kind.FINISH, None, "finished", id="finished"),
         pytest.param(seen(DEAD, LEFT, result=True), Kind.FINISH, None, "finished", id="result outranks a dead server"),
         pytest.param(seen(DEAD, RUNNING, result=True), None, None, "closing down", id="result, learner still leaving"),
         pytest.param(seen(cancel="anna: enough"), Kind.CANCELLED, None, "anna: enough", id="cancelled"),
-        pytest.param(seen(DEAD, DEAD, cancel="anna: enough"), Kind.CANCELLED, None, "anna", id="cancel outranks failure"),
-        pytest.param(seen(learner=LEFT, result=True, cancel="x"), Kind.CANCELLED, None, "x", id="cancel outranks result"),
+        pytest.param(
+            seen(DEAD, DEAD, cancel="anna: enough"), Kind.CANCELLED, None, "anna", id="cancel outranks failure"
+        ),
+        pytest.param(
+            seen(learner=LEFT, result=True, cancel="x"), Kind.CANCELLED, None, "x", id="cancel outranks result"
+        ),
     ],
 )
 def test_one_look(observation: Observation, ending: Kind | None, role: str | None, words: str) -> None:
@@ -120,7 +130,9 @@ def test_progress_of_any_part_is_progress() -> None:
 
 
 def test_a_leader_that_stops_beating_has_failed() -> None:
-    looks = [at(t, seen(beats={"server": Beat(3), "learner": Beat(t, (float(t), 0.0), True)})) for t in range(0, 180, 10)]
+    looks = [
+        at(t, seen(beats={"server": Beat(3), "learner": Beat(t, (float(t), 0.0), True)})) for t in range(0, 180, 10)
+    ]
     assert after(looks).ending is None
     silent = after([*looks, at(181, seen(beats={"server": Beat(3), "learner": Beat(181, (181.0, 0.0), True)}))])
     assert (silent.ending, silent.role) == (Kind.FAIL, "server")

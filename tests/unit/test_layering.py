@@ -41,4 +41,7 @@ def test_flow_modules_do_not_postpone_annotations() -> None:
 
 
 def test_the_check_sees_an_import_inside_a_function() -> None:
-    assert imported("def f():\n    from cluster.jobs import JobState\n    import prefect.client") == {"cluster", "prefect"}
+    assert imported("def f():\n    from cluster.jobs import JobState\n    import prefect.client") == {
+        "cluster",
+        "prefect",
+    }

@@ -115,7 +115,9 @@ def test_any_interleaving_settles_each_prompt_exactly_once(seed):
     while to_come or waiting or in_step:
         action = draw.choice(["arrive", "drop", "train", "finish"])
         if action == "arrive" and to_come:
-            samples, result = group(to_come.pop(), draw.randint(1, 3), length, {ZERO_STD: 1} if draw.random() < 0.3 else None)
+            samples, result = group(
+                to_come.pop(), draw.randint(1, 3), length, {ZERO_STD: 1} if draw.random() < 0.3 else None
+            )
             expected.update(result.dropped)
             book.arrived(result)
             waiting += samples

@@ -135,7 +135,9 @@ time.sleep(600)
 """
     (tmp_path / "train.py").write_text(body)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    trainer = subprocess.Popen([sys.executable, tmp_path / "train.py"], env=environment, stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        [sys.executable, tmp_path / "train.py"], env=environment, stdout=subprocess.PIPE, text=True
+    )
     try:
         child = psutil.Process(int(trainer.stdout.readline()))
     finally:

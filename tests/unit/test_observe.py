@@ -83,7 +83,12 @@ def test_tool_tokens_have_no_length():
 
 
 def test_duplicates_are_the_same_over_all_turns():
-    same = [make_rollout([1], [2], [3]), make_rollout([1], [2], [3]), make_rollout([1], [2, 3]), make_rollout([1], [2], [3])]
+    same = [
+        make_rollout([1], [2], [3]),
+        make_rollout([1], [2], [3]),
+        make_rollout([1], [2, 3]),
+        make_rollout([1], [2], [3]),
+    ]
     assert duplicates(same) == 2
 
 

@@ -48,7 +48,12 @@ def test_every_sample_of_a_forked_rollout_has_its_advantage():
 
 @pytest.mark.parametrize(
     ("rewards", "reason"),
-    [([1.0, 1, 1, 1], t.ZERO_STD), ([NAN, 2.0, 2.0, NAN], t.ZERO_STD), ([NAN, 1.0, NAN, NAN], t.UNSCORED), ([NAN] * 4, t.UNSCORED)],
+    [
+        ([1.0, 1, 1, 1], t.ZERO_STD),
+        ([NAN, 2.0, 2.0, NAN], t.ZERO_STD),
+        ([NAN, 1.0, NAN, NAN], t.UNSCORED),
+        ([NAN] * 4, t.UNSCORED),
+    ],
 )
 def test_a_group_without_signal_is_dropped_whatever_its_advantages(rewards, reason):
     samples, dropped = split(four(), rewards, [5.0, -5, 5, -5])

@@ -86,7 +86,9 @@ def test_a_reward_that_hangs_ends_with_its_name_and_the_prompt() -> None:
         return [0.0, 0.0]
 
     try:
-        with pytest.raises(RewardError, match=r"reward hangs did not return within reward_timeout = 0.2 s.*What is 1 \+ 2"):
+        with pytest.raises(
+            RewardError, match=r"reward hangs did not return within reward_timeout = 0.2 s.*What is 1 \+ 2"
+        ):
             rewards_of([longer, hangs], timeout_s=0.2)
     finally:
         release.set()

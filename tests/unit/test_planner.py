@@ -90,7 +90,9 @@ def test_a_group_stays_together_where_a_row_has_room(stream):
         used = [(pack(samples).num_tokens if samples else 0) for samples in batch.rows]
         terms = [sum(s.num_trained for s in samples) for samples in batch.rows]
         mine = pack(group)
-        fits = [t + mine.num_tokens <= budget and n + mine.num_terms <= budget for t, n in zip(used, terms, strict=True)]
+        fits = [
+            t + mine.num_tokens <= budget and n + mine.num_terms <= budget for t, n in zip(used, terms, strict=True)
+        ]
         rest = batch.offer(group)
         holders = [samples for samples in batch.rows if {*identities(samples)} & {*identities(group)}]
         if any(fits):

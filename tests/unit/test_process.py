@@ -157,7 +157,12 @@ def test_a_heartbeat_goes_on_by_itself_and_writes_changes_soon(tmp_path, monkeyp
     beat = Heartbeat(run, "learner", 3, "inc").start()
     try:
         first = read_json(path)
-        assert (first["role"], first["attempt"], first["incarnation"], first["pid"]) == ("learner", 3, "inc", os.getpid())
+        assert (first["role"], first["attempt"], first["incarnation"], first["pid"]) == (
+            "learner",
+            3,
+            "inc",
+            os.getpid(),
+        )
         wait_for(lambda: read_json(path)["counter"] > first["counter"] + 1, "beats")
         beat.update(phase="training", progress=7)
         wait_for(lambda: (read_json(path)["phase"], read_json(path)["progress"]) == ("training", 7), "the change")
@@ -189,7 +194,12 @@ def test_an_exit_record_holds_the_last_lines_of_a_failure(tmp_path, code, kept):
     log.write_text("boom\n")
     write_exit(run, "server", "inc", 2, code, "it ended", log)
     record = read_json(run.exit_file("server", "inc"))
-    assert (record["returncode"], record["attempt"], record["reason"], record["last_lines"]) == (code, 2, "it ended", kept)
+    assert (record["returncode"], record["attempt"], record["reason"], record["last_lines"]) == (
+        code,
+        2,
+        "it ended",
+        kept,
+    )
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,14 @@ def test_summary_and_status(run: RunFolder) -> None:
     write_json(run.path / "result.json", {"attempt": 1, "steps": 60})
     write_json(run.path / "outcome.json", {"attempt": 1, "kind": "finish", "reason": "the end", "time": 1125.0})
     text = summary(run, ["slipstream", "demo", "--seed", "1"])
-    for part in ("0.310 → 0.850", "60", "2:05", str(run.output(1)), "metrics.jsonl", "report.html", "  slipstream demo --seed 1"):
+    for part in (
+        "0.310 → 0.850",
+        "60",
+        "2:05",
+        str(run.output(1)),
+        "metrics.jsonl",
+        "report.html",
+        "  slipstream demo --seed 1",
+    ):
         assert part in text
     assert "state     finish: the end" in status(run)

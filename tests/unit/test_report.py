@@ -89,7 +89,12 @@ def test_records_that_a_resume_made_void_are_not_drawn(run: RunFolder) -> None:
 
 
 def test_values_that_are_no_numbers_are_left_out() -> None:
-    windows = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": 0.5}, {"step": 3}, {"step": 4, "loss": float("inf")}]
+    windows = [
+        {"step": 1, "loss": float("nan")},
+        {"step": 2, "loss": 0.5},
+        {"step": 3},
+        {"step": 4, "loss": float("inf")},
+    ]
     assert series(windows, "loss") == ([2], [0.5])
     panel = next(panel for panel in PANELS if panel.title == "Loss and gradient norm")
     assert draw(panel, windows[:1]) is None

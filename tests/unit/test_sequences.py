@@ -27,7 +27,10 @@ def test_one_turn():
 
 
 def test_a_second_turn_that_begins_with_the_first_is_appended():
-    turns = [turn([1, 2], [3, 4], [-0.5, -1], output_versions=[5, 5]), turn([1, 2, 3, 4, 9, 9], [6], [-2.0], output_versions=[6])]
+    turns = [
+        turn([1, 2], [3, 4], [-0.5, -1], output_versions=[5, 5]),
+        turn([1, 2, 3, 4, 9, 9], [6], [-2.0], output_versions=[6]),
+    ]
     (sample,) = build_sequences(turns)
     assert sample.input_ids.tolist() == [1, 2, 3, 4, 9, 9, 6]
     assert sample.trained.tolist() == [False, False, True, True, False, False, True]
@@ -70,7 +73,9 @@ def test_tool_tokens_are_context():
 
 
 def test_masked_output_needs_no_log_probabilities():
-    (sample,) = build_sequences([turn([1], [2]), TurnRecord([1, 2], [50, 51], output_mask=[0, 0]), turn([1, 2, 50, 51], [3])])
+    (sample,) = build_sequences(
+        [turn([1], [2]), TurnRecord([1, 2], [50, 51], output_mask=[0, 0]), turn([1, 2, 50, 51], [3])]
+    )
     assert sample.trained.tolist() == [False, True, False, False, True]
 
 

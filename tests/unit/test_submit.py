@@ -141,7 +141,9 @@ def test_a_leader_deaf_to_term_is_killed(run: RunFolder, start: Callable[..., Jo
 
 def test_a_child_that_left_the_session_is_found_and_killed(run: RunFolder, start: Callable[..., JobRecord]) -> None:
     job = start("with_orphan")
-    facts = wait_until(lambda: (run.path / "orphan.json").exists() and json.loads((run.path / "orphan.json").read_text()), "")
+    facts = wait_until(
+        lambda: (run.path / "orphan.json").exists() and json.loads((run.path / "orphan.json").read_text()), ""
+    )
     os.kill(facts["leader"], signal.SIGKILL)
     wait_until(lambda: ended(run, job), "the controller ends")
     assert psutil.pid_exists(facts["pid"])

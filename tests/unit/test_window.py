@@ -58,9 +58,7 @@ def test_nan_and_weightless_observations_are_none():
     assert window.reduce() == {"m": 1.0}
 
 
-observations = st.lists(
-    st.tuples(st.sampled_from(NAMES), st.floats(-1e6, 1e6), st.floats(0.1, 100)), max_size=25
-)
+observations = st.lists(st.tuples(st.sampled_from(NAMES), st.floats(-1e6, 1e6), st.floats(0.1, 100)), max_size=25)
 
 
 @settings(max_examples=60, deadline=None)
