@@ -2,7 +2,8 @@
 
 The input is made before the clock starts. With `--peer-python` and `--peer-script`, another planner runs in between, one
 process a round: the script is called with the prompt and completion lengths, makes the same 64 groups of 8 for two rows
-of 16384 tokens, and its last word is its raw tokens per second.
+of 16384 tokens, and its last word is its raw tokens per second. `--cpu-time` counts the processor time of either process
+instead of the time on the wall, for a machine that others use.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import os
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +22,12 @@ from slipstream.packing.trie import Row, pack
 
 GROUPS, GENERATIONS, VOCABULARY = 64, 8, 150_000
 RANKS, TOKEN_BUDGET = 2, 16_384
+PEER_ON_CPU_TIME = """
+import runpy, sys, time
+time.time = time.perf_counter = time.monotonic = time.process_time
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @dataclass(frozen=True)
@@ -79,17 +87,17 @@ def plan_and_pack(groups: list[list[Sample]], ranks: int, token_budget: int) -> 
     return packed
 
 
-def measure(groups: list[list[Sample]], ranks: int, token_budget: int) -> Outcome:
-    begun = time.perf_counter()
+def measure(groups: list[list[Sample]], ranks: int, token_budget: int, clock: Callable[[], float]) -> Outcome:
+    begun = clock()
     packed = plan_and_pack(groups, ranks, token_budget)
-    seconds = time.perf_counter() - begun
+    seconds = clock() - begun
     rows = [row for micro_batch in packed for row in micro_batch]
     return Outcome(sum(row.raw_tokens for row in rows), sum(row.num_tokens for row in rows), len(packed), seconds)
 
 
-def peer_tokens_per_second(python: str, script: str, prompt: int, completion: int) -> float:
+def peer_tokens_per_second(python: str, script: str, prompt: int, completion: int, cpu_time: bool) -> float:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [python, script, str(prompt), str(completion)]
+    command = [python, *(["-c", PEER_ON_CPU_TIME] if cpu_time else []), script, str(prompt), str(completion)]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     print("  peer:", output.strip().splitlines()[-1])
     return float(output.split()[-1])
@@ -103,26 +111,27 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--token-budget", type=int, default=TOKEN_BUDGET)
     parser.add_argument("--rounds", type=int, default=5, help="how often both are measured, in turn")
-    parser.add_argument("--repeats", type=int, default=3, help="passes of ours in a round; the median counts")
+    parser.add_argument("--repeats", type=int, default=20, help="passes of ours in a round; the median counts")
+    parser.add_argument("--cpu-time", action="store_true", help="processor time instead of time on the wall")
     parser.add_argument("--peer-python", help="Python of an environment that has the other planner")
     parser.add_argument("--peer-script", help="script that measures the other planner")
     args = parser.parse_args()
     if bool(args.peer_python) != bool(args.peer_script):
         parser.error("--peer-python and --peer-script belong together")
 
+    clock = time.process_time if args.cpu_time else time.perf_counter
     for prompt in args.prompts:
         print(f"prompt {prompt}, completions {args.completion // 2} to {args.completion * 2 - 1}, head {args.head}")
         groups = make_groups(prompt, args.completion, args.head)
-        measure(groups, args.ranks, args.token_budget)
+        measure(groups, args.ranks, args.token_budget, clock)
         ours, ratios = [], []
         for _ in range(args.rounds):
-            passes = [measure(groups, args.ranks, args.token_budget) for _ in range(args.repeats)]
+            passes = [measure(groups, args.ranks, args.token_budget, clock) for _ in range(args.repeats)]
             rate = passes[0].raw / statistics.median(outcome.seconds for outcome in passes)
             ours.append(rate)
             if args.peer_script:
-                ratios.append(
-                    rate / peer_tokens_per_second(args.peer_python, args.peer_script, prompt, args.completion)
-                )
+                peer = (args.peer_python, args.peer_script, prompt, args.completion, args.cpu_time)
+                ratios.append(rate / peer_tokens_per_second(*peer))
         print(
             f"  {passes[0].raw} raw tokens, {passes[0].forwarded} forwarded, "
             f"ratio {passes[0].raw / passes[0].forwarded:.2f}, {passes[0].micro_batches} micro-batches"

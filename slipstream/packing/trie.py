@@ -225,7 +225,8 @@ def pack(samples: Sequence[Sample]) -> Row:
 
 def _runs_above(shared: list[int]) -> NDArray[np.int64]:
     """For each run of nodes, the one that it branches off: the last before it that begins less deep. `ROOT` at depth 0."""
-    above, open_runs = [], []
+    above: list[int] = []
+    open_runs: list[int] = []
     for run, depth in enumerate(shared):
         while open_runs and shared[open_runs[-1]] >= depth:
             open_runs.pop()

@@ -1,6 +1,7 @@
 """Planning and packing on whole arrays against a slow implementation with one dictionary entry per node."""
 
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -201,7 +202,7 @@ def slow_common(a, b):
 @given(st.lists(st.lists(TOKENS, min_size=1, max_size=8), min_size=1, max_size=8))
 def test_common_prefixes_of_neighbours(lists):
     arrays = [np.array(ids, np.int32) for ids in lists]
-    assert common_prefixes(arrays) == [0, *(slow_common(a, b) for a, b in zip(lists, lists[1:], strict=False))]
+    assert common_prefixes(arrays) == [0, *(slow_common(a, b) for a, b in pairwise(lists))]
     trie = sort_sequences(arrays)
     ordered = [lists[i] for i in trie.order]
     assert [array.tolist() for array in trie.sequences] == ordered
