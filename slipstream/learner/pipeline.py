@@ -36,7 +36,7 @@ class Pipeline(ABC):
         self.token_budget = token_budget
         state, remainder = starting_point(resumed)
         position = state.position if state else Position()
-        self.ledger = Ledger(len(trainer.train_dataset), position, trainer.reporter.ledger)
+        self.ledger = Ledger(len(trainer.train_dataset), position, trainer.reporter.ledger, lambda: trainer.diagnosis)
         self.feed = SampleFeed(
             source,
             self.ledger,
@@ -46,6 +46,7 @@ class Pipeline(ABC):
             token_budget=token_budget,
             max_staleness=config.max_staleness,
             warn=logger.warning,
+            while_waiting=trainer.speak_if_silent,
         )
         self.ledger.restore(remainder)
         self.feed.hold(remainder)

@@ -37,6 +37,7 @@ class LoopSetup:
         end: prompt number at which the data ends; None where only the number of steps bounds the run.
         shuffle, seed: of the order of prompts.
         eval_dataset: held-out rows, or None.
+        kv_cache_tokens: that the server's KV caches hold; None where it does not tell.
         loop_state: what the loop's own `state_dict` returned at the checkpoint, or None.
     """
 
@@ -51,6 +52,7 @@ class LoopSetup:
     seed: int = 42
     eval_dataset: Any = None
     loop_state: dict[str, Any] | None = None
+    kv_cache_tokens: int | None = None
 
 
 def request_seed(seed: int, number: int, generation: int, turn: int, attempt: int) -> int:
