@@ -65,7 +65,7 @@ class GenerationServer:
         self.headers: list[Any] = []
         self.running = self.peak = 0  # sequences under way
         self.metrics: str | None = None  # the text of /metrics; None: there is no such route
-        self.url = ""
+        self.url, self.model = "", "m"
 
     async def __aenter__(self) -> "GenerationServer":
         app = web.Application()

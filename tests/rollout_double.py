@@ -1,4 +1,4 @@
-"""A rollout loop in a thread of the test, against the scripted generation server, for what it measures."""
+"""A rollout loop in a thread of the test, for what it measures; against the scripted generation server or a real one."""
 
 import asyncio
 import queue
@@ -44,6 +44,19 @@ class TwoTurns(FrequentReports):
         return Rollout([], [*first.output_ids, *second.output_ids], [first, second])
 
 
+class Running:
+    """A server that runs already."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self.url, self.model = url, model
+
+    async def __aenter__(self) -> "Running":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Others use it too."""
+
+
 def length_reward(completion_ids: Any, **_: Any) -> list[float]:
     return [float(len(ids)) for ids in completion_ids]
 
@@ -55,9 +68,18 @@ class Double:
     """
 
     def __init__(
-        self, server: GenerationServer, prompts: int, loop_cls: type, setup: Any = None, **config: Any
+        self,
+        server: "GenerationServer | Running",
+        prompts: int,
+        loop_cls: type,
+        setup: Any = None,
+        tokenizer: Any = None,
+        eos_token_ids: Any = (EOS,),
+        **config: Any,
     ) -> None:
         self.server = server
+        self._tokenizer = tokenizer or Tokenizer()
+        self._eos = list(eos_token_ids)
         self.window = Window()
         self.groups: list[GroupResult] = []
         self.ended = False
@@ -78,11 +100,11 @@ class Double:
         self._config.vllm_server_base_url = self.server.url
         self.loop = self._loop_cls(
             config=self._config,
-            model_name="m",
+            model_name=self.server.model,
             dataset=self._dataset,
             reward_funcs=[length_reward],
-            processing_class=Tokenizer(),
-            eos_token_ids=[EOS],
+            processing_class=self._tokenizer,
+            eos_token_ids=self._eos,
             rollout_buffer=self._buffer,
             model_version_value=SimpleNamespace(value=0),
             token_allowance=self.allowance,
