@@ -25,8 +25,8 @@ from slipstream.learner.live import LivePipeline
 from slipstream.learner.narrator import Narrator, known_without_a_step
 from slipstream.learner.pipeline import Pipeline
 from slipstream.learner.reporter import Reporter
+from slipstream.learner.speed import SpeedMeter, device_peak, synchronize
 from slipstream.learner.sync import PolicySync
-from slipstream.metrics.flops import FlopCount, peak_flops
 from slipstream.metrics.verdict import Limits
 from slipstream.metrics.window import Window
 from slipstream.packing.trie import pack
@@ -157,8 +157,8 @@ class AsyncGRPOTrainer(Trainer):
         self._objects = (
             dist.new_group(backend="gloo", timeout=WAIT_FOR_ROLLOUTS) if self.accelerator.num_processes > 1 else None
         )
-        self._flops = FlopCount.of(self.model.config, peft_config is None)
-        self._peak = self._peak_flops()
+        peak, ranks = device_peak(args, self.model.dtype), self.accelerator.num_processes
+        self._speed = SpeedMeter(self.model.config, peft_config is None, peak, ranks)
         self._settings = LossSettings(
             args.score_centering,
             args.vllm_importance_sampling_clip_min,
@@ -305,7 +305,7 @@ class AsyncGRPOTrainer(Trainer):
             self._pipeline.open()
         if self.eval_dataset is not None and self._resumed is None and not self.args.eval_on_start:
             self.evaluate()
-        self._step_begun = time.monotonic()
+        self._step_begun = self._last_sign = time.monotonic()
 
     def get_train_dataloader(self) -> Any:
         return _Steps(self)
@@ -362,10 +362,10 @@ class AsyncGRPOTrainer(Trainer):
             self.optimizer.train()
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
-        self._synchronize()
+        synchronize(self.args.device)
         self._forward_s += time.monotonic() - begun
         self.accelerator.backward(loss)
-        self._synchronize()
+        synchronize(self.args.device)
         self._forward_backward_s += time.monotonic() - begun
         return loss.detach()
 
@@ -407,7 +407,7 @@ class AsyncGRPOTrainer(Trainer):
     def _finish_step(self) -> None:
         """The optimizer has stepped: settle the step's prompts, and deliver the new policy."""
         add = self._window.add
-        self._synchronize()
+        synchronize(self.args.device)
         add("perf/fwd_s", self._forward_s)
         add("perf/fwd_bwd_s", self._forward_backward_s)
         add("perf/optimizer_s", time.monotonic() - self._optimizer_begun)
@@ -435,36 +435,9 @@ class AsyncGRPOTrainer(Trainer):
         seconds = now - self._step_begun
         add("perf/step_s", seconds)
         if self._plan is not None:
-            self._observe_speed(self._plan, seconds)
+            self._window.add_all(self._speed.observe(self._plan, self._forward_backward_s, seconds))
         self._step_begun = self._last_sign = now
         self.reporter.advance(step=self.state.global_step, max_steps=self.args.max_steps)
-
-    def _synchronize(self) -> None:
-        """Let the device finish, so that a time is that of the work and not of its launch."""
-        if self.args.device.type == "cuda":
-            torch.cuda.synchronize(self.args.device)
-
-    def _peak_flops(self) -> float | None:
-        """Of one training device at the training precision."""
-        if self.args.device.type != "cuda":
-            return None
-        mixed = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else None
-        dtype = mixed or str(self.model.dtype).removeprefix("torch.")
-        return peak_flops(torch.cuda.get_device_name(self.args.device), dtype)
-
-    def _observe_speed(self, plan: StepPlan, seconds: float) -> None:
-        """Rates of a step over all ranks; `seconds` of the whole step."""
-        add, passes = self._window.add, self._forward_backward_s
-        rows = [row for batch in plan.micro_batches for row in batch.rows]
-        forwarded, trained = sum(row.num_tokens for row in rows), sum(row.num_terms for row in rows)
-        add("perf/fwd_bwd_forwarded_tokens_per_s", forwarded / passes, passes)
-        add("perf/wall_clock_forwarded_tokens_per_s", forwarded / seconds, seconds)
-        add("perf/wall_clock_trained_tokens_per_s", trained / seconds, seconds)
-        if self._flops is not None and self._peak is not None:
-            pairs = sum(int(row.position_ids.sum()) + row.num_tokens for row in rows)
-            share = self._flops.step(forwarded, trained, pairs) / (self._peak * self.accelerator.num_processes)
-            add("perf/fwd_bwd_mfu", share / passes, passes)
-            add("perf/wall_clock_mfu", share / seconds, seconds)
 
     # ---- logging, evaluation
 
@@ -486,15 +459,15 @@ class AsyncGRPOTrainer(Trainer):
     def speak_if_silent(self) -> None:
         """On rank 0, while it waits for samples: log what is known without a step once there was none for a minute."""
         now = time.monotonic()
-        if self._pipeline is None or now - self._last_sign < self.speak_after_s:
+        since = None if self._pipeline is None else self._pipeline.feed.waiting_since
+        if self._pipeline is None or since is None or now - max(self._last_sign, since) < self.speak_after_s:
             return
         self._last_sign = now
         self._pipeline.drain_metrics()
         values = self._window.reduce(known_without_a_step)
         self.state.epoch = self._pipeline.ledger.settled / len(self.train_dataset)
         super().log(values)
-        since = self._pipeline.feed.waiting_since
-        texts = self._narrator.window(values, None if since is None else now - since)
+        texts = self._narrator.window(values, now - since)
         self.reporter.metrics(self.state.global_step, values, texts)
         self._print_completions()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.rollout.concurrency import ServerLoad
 from slipstream.run_folder import read_jsonl
 from slipstream.serving.labels import make_label
 from slipstream.serving.probe import probe
@@ -70,26 +71,30 @@ def test_it_starts_at_what_the_cache_holds_at_full_length_and_grows(small_server
 
 def test_it_comes_down_while_the_cache_is_full_and_the_run_goes_on(small_server: VllmServer) -> None:
     """The loop is not told the size of the cache, so it starts at 64 rollouts, of which 32 run: the server preempts."""
-    seen: list[tuple[int, float]] = []
+    cuts: list[tuple[float, int, int]] = []
 
     async def run() -> None:
         async with double(small_server, None) as loop:
+            cap, observe = loop.loop._cap, loop.loop._cap.observe
 
-            def look() -> tuple[int, dict[str, float]]:
-                return loop.loop._cap.cap, loop.window.peek()
+            def watched(load: ServerLoad | None, in_flight: int) -> int:
+                before = cap.cap
+                after = observe(load, in_flight)
+                if after < before:
+                    assert load is not None
+                    cuts.append((load.kv_usage, before, after))
+                return after
 
-            assert loop.loop._cap.cap == 64
-            await loop.until(lambda: look()[1].get("rollout/vllm_preemption_count", 0) > 0, "a preemption")
-            await loop.until(lambda: look()[0] < 64, "the first cut")
-            seen.append((look()[0], look()[1]["rollout/vllm_kv_cache_usage_frac"]))
-            await loop.until(lambda: look()[0] < 44, "the second cut, once the first had its effect")
+            cap.observe = watched  # type: ignore[method-assign]
+            await loop.until(lambda: loop.window.peek().get("rollout/vllm_preemption_count", 0) > 0, "a preemption")
+            await loop.until(lambda: len(cuts) >= 2, "the second cut, once the first had its effect")
             count = len(loop.groups)
             await loop.until(lambda: len(loop.groups) >= count + 8, "more groups")
             assert sum(len(group.samples) for group in loop.groups) > 0
 
     asyncio.run(run())
-    assert seen[0][0] == 44
-    assert seen[0][1] > 0.0
+    assert [(before, after) for _, before, after in cuts[:2]] == [(64, 44), (44, 30)]
+    assert all(usage > 0.8 for usage, _, _ in cuts)
 
 
 def test_a_run_on_it_logs_every_metric_and_says_what_holds_it(small_server: VllmServer, tmp_path: Path) -> None:

@@ -5,7 +5,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from slipstream.learner.feed import PlannedMicroBatch, StepPlan
+from slipstream.learner.speed import SpeedMeter
 from slipstream.metrics.flops import FlopCount, peak_flops
+from slipstream.packing.trie import pack
+from tests.samples import make_sample
 
 SIZES = {
     "vocab_size": 40,
@@ -69,3 +73,21 @@ def test_experts_count_as_far_as_they_are_used():
 )
 def test_peaks(device, dtype, expected):
     assert peak_flops(device, dtype) == expected
+
+
+def test_utilisation_by_hand():
+    """Two devices of 1,000 FLOP/s; one row has two samples, the other is a filler."""
+    row = pack([make_sample([5], [6, 7]), make_sample([5], [8])])
+    config = Qwen3Config(**SIZES)
+    count = FlopCount(config, True)
+    flops = count.step(row.num_tokens, row.num_terms, int((row.position_ids + 1).sum()))
+    plan = StepPlan([PlannedMicroBatch([row, pack([])], 3, 1.0)])
+    filler = count.step(1, 0, 1)
+    found = {
+        name: (value, weight) for name, value, weight in SpeedMeter(config, True, 1000.0, 2).observe(plan, 2.0, 5.0)
+    }
+    assert found["perf/fwd_bwd_mfu"] == (pytest.approx((flops + filler) / 2000 / 2), 2.0)
+    assert found["perf/wall_clock_mfu"] == (pytest.approx((flops + filler) / 2000 / 5), 5.0)
+    assert found["perf/wall_clock_trained_tokens_per_s"] == (3 / 5, 5.0)
+    assert found["perf/fwd_bwd_forwarded_tokens_per_s"] == ((row.num_tokens + 1) / 2, 2.0)
+    assert not any("mfu" in name for name, _, _ in SpeedMeter(config, True, None, 2).observe(plan, 2.0, 5.0))
