@@ -233,8 +233,15 @@ class TrainerSection(Section):
         ge=1,
         description="Optimizer steps between evaluations; empty: only before the first and after the last step.",
     )
+    report_to: list[str] = Field(
+        default_factory=list,
+        title="Report to",
+        examples=[["tensorboard"]],
+        description="Integrations of transformers that get the metrics too, like tensorboard, wandb or trackio; each must be "
+        "installed where the learner runs.",
+    )
     log_completions: bool = Field(
-        False, title="Log completions", description="Write sample completions to the records."
+        False, title="Log completions", description="Print sample completions, and write them to the records."
     )
     num_completions_to_print: int | None = Field(
         None,

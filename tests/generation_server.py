@@ -64,12 +64,14 @@ class GenerationServer:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Any] = []
         self.running = self.peak = 0  # sequences under way
-        self.url = ""
+        self.metrics: str | None = None  # the text of /metrics; None: there is no such route
+        self.url, self.model = "", "m"
 
     async def __aenter__(self) -> "GenerationServer":
         app = web.Application()
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(app, handler_cancellation=True)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024).start()
@@ -78,6 +80,9 @@ class GenerationServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(status=404) if self.metrics is None else web.Response(text=self.metrics)
 
     async def _answers(self, request: web.Request, sampling_key: str | None) -> Any:
         body = await request.json()

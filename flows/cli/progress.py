@@ -58,6 +58,7 @@ def window_line(window: dict[str, Any], max_steps: int, elapsed_s: float) -> str
         if name in window:
             parts.append(f"{label} {_value(window, name, '{:.3f}')}")
     parts += [f"{label} {_value(window, name, form)}" for label, name, form in COLUMNS if name in window]
+    parts += [str(window[name]).split(":")[0] for name in ("verdict",) if name in window]
     return "  ".join(parts)
 
 
@@ -94,7 +95,8 @@ def render(snapshot: Snapshot, elapsed_s: float) -> RenderableType:
         change = f"{first:.3f}" + (f" → {last:.3f}" if len(snapshot.held_out) > 1 else "")
         table.add_row("held-out reward", Text(change, style="bold"), "")
     rest = "   ".join(f"{label} {_value(snapshot.metrics, name, form)}" for label, name, form in COLUMNS)
-    return Group(head, bar, table, Text(rest))
+    words = [snapshot.words[name] for name in ("verdict", "saturation") if name in snapshot.words]
+    return Group(head, bar, table, Text(rest), *(Text(text, style="dim") for text in words))
 
 
 class PlainPrinter:

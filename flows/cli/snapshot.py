@@ -26,6 +26,7 @@ class Snapshot:
     rewards: list[tuple[int, float]] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     windows: list[dict[str, Any]] = field(default_factory=list)
+    words: dict[str, str] = field(default_factory=dict)  # the newest of each text
 
 
 def take_snapshot(run: RunFolder) -> Snapshot:
@@ -39,8 +40,10 @@ def take_snapshot(run: RunFolder) -> Snapshot:
     supervisor = heartbeat(run, "supervisor", attempt)
     windows = list(run.merged_records("metrics.jsonl"))
     metrics: dict[str, float] = {}
+    words: dict[str, str] = {}
     for window in windows:
         metrics |= {key: value for key, value in window.items() if isinstance(value, int | float) and key != "attempt"}
+        words |= {key: value for key, value in window.items() if isinstance(value, str)}
     return Snapshot(
         run_id=run.run_id,
         attempt=attempt,
@@ -53,6 +56,7 @@ def take_snapshot(run: RunFolder) -> Snapshot:
         rewards=history(windows, REWARD),
         held_out=history(windows, HELD_OUT),
         windows=windows,
+        words=words,
     )
 
 

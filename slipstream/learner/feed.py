@@ -64,7 +64,9 @@ class SampleFeed:
         token_budget: int,
         max_staleness: int,
         warn: Callable[[str], None],
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
+        """`while_waiting` is called for each group taken for a step: it may be one of many that are dropped."""
         self._source = source
         self._ledger = ledger
         self._window = window
@@ -73,6 +75,8 @@ class SampleFeed:
         self._budget = token_budget
         self._max_staleness = max_staleness
         self._warn = warn
+        self._while_waiting = while_waiting
+        self.waiting_since: float | None = None  # while a step is filled: when that began
         self._held: deque[list[Sample]] = deque()  # groups (or their rest) that did not fit any more
         self._used_total = 0
         self._bound = outstanding_bound(max_staleness, full_step(ranks, accumulation, token_budget))
@@ -124,6 +128,7 @@ class SampleFeed:
             if self._held:
                 samples = self._held.popleft()
             else:
+                self._window.add("rollout/queue_size", self._source.num_samples)
                 result = self._source.take()
                 if result is None:
                     return None
@@ -132,15 +137,17 @@ class SampleFeed:
                     self._window.add(f"sample/dropped_{reason}_count", count)
                 self._ledger.arrived(result)
                 samples = result.samples
+            self._while_waiting()
             admitted = [sample for sample in samples if self._admit(sample, version)]
             if admitted:
                 return admitted
 
     def next_step(self, version: int) -> StepPlan | None:
         """Fill the micro-batches of one step at policy `version`; None when the data has ended. Blocks."""
-        begun = time.monotonic()
+        begun = self.waiting_since = time.monotonic()
         self._publish()
-        self._window.add("rollout/queue_size", self._source.num_samples)
+        for name in ("sample/dropped_stale_count", "batch/dropped_oversize_count"):
+            self._window.add(name, 0)  # none is a number, too
         batches: list[MicroBatch] = []
         current = MicroBatch(self._ranks, self._budget)
         while len(batches) < self._accumulation:
@@ -155,6 +162,7 @@ class SampleFeed:
                 batches.append(current)
                 current = MicroBatch(self._ranks, self._budget)
         self._source.step_planned()
+        self.waiting_since = None
         self._window.add("perf/rollout_wait_s", time.monotonic() - begun)
         if not batches:
             return None
@@ -214,6 +222,7 @@ class SampleFeed:
         add("batch/samples_per_step", len(plan.samples))
         add("batch/groups_per_step", len({sample.number for sample in plan.samples}))
         add("batch/microbatches_per_step", len(plan.micro_batches))
+        add("batch/pad_frac", 0.0)
         add("batch/masked_token_frac", 1 - trained / forwarded, forwarded)
         add("batch/packing_ratio", sum(row.raw_tokens for row in rows) / forwarded, forwarded)
         for batch in plan.micro_batches:

@@ -19,8 +19,15 @@ class InboxError(RuntimeError):
 class Inbox:
     """Receives the rollout process's messages on a thread, so that unpickling is off the training thread."""
 
-    def __init__(self, worker: RolloutWorker, on_group: Callable[[GroupResult], None] = lambda group: None) -> None:
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        on_group: Callable[[GroupResult], None] = lambda group: None,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_group` is called on the receiving thread; `while_waiting` now and then by `take` while it waits."""
         self._worker = worker
+        self._while_waiting = while_waiting
         self._on_group = on_group
         self._changed = threading.Condition()
         self._groups: deque[GroupResult] = deque()
@@ -77,6 +84,7 @@ class Inbox:
                 if self._groups:
                     self._worker.trainer_waits.value = 0
             self._check()
+            self._while_waiting()
 
     def publish(self, allowance_total: int) -> None:
         self._worker.allowance.value = allowance_total

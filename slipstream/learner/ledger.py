@@ -35,13 +35,23 @@ class Ledger:
     """Settles prompts. Single-threaded: everything happens on the training thread, so a line's step is unambiguous."""
 
     def __init__(
-        self, length: int | None, position: Position, write: Callable[[dict[str, Any]], None] = lambda line: None
+        self,
+        length: int | None,
+        position: Position,
+        write: Callable[[dict[str, Any]], None] = lambda line: None,
+        diagnose: Callable[[], str] = lambda: "",
     ) -> None:
-        """`length`: prompts in the dataset, None where it is not known; `write`: where lines go."""
+        """
+        Args:
+            length: prompts in the dataset; None where it is not known.
+            write: where lines go.
+            diagnose: what the rewards say, should nothing be trained.
+        """
         self._length = length
         self._first = position.first_unsettled
         self._beyond = set(position.settled_beyond)
         self._write = write
+        self._diagnose = diagnose
         self._open: dict[int, _Open] = {}
         self._in_step: list[Sample] = []
         self._epoch_settled: Counter[int] = Counter()
@@ -136,10 +146,12 @@ class Ledger:
             return
         if not outcomes[TRAINED]:
             counts = ", ".join(f"{reason}: {count}" for reason, count in outcomes.most_common())
+            diagnosis = self._diagnose()
             raise NothingTrained(
                 f"epoch {entry.epoch} is over and not one sample was trained ({counts}). zero_std: every rollout of a "
                 "prompt got the same reward, so the prompts are too easy or too hard, or the reward never tells answers "
                 "apart; stale: raise max_staleness; oversize: raise token_budget"
+                + (f".\nThe rewards: {diagnosis}" if diagnosis else "")
             )
 
 

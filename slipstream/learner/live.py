@@ -55,7 +55,7 @@ class LivePipeline(Pipeline):
             config.rollout_worker_timeout,
         )
         self.worker.start()
-        self._inbox = Inbox(self.worker, self._group_arrived)
+        self._inbox = Inbox(self.worker, self._group_arrived, trainer.speak_if_silent)
         self._state_requests = 0
         super().__init__(trainer, self._inbox, config.token_budget or max_model_len, resumed)
 
@@ -95,6 +95,7 @@ class LivePipeline(Pipeline):
             seed=seed,
             eval_dataset=trainer.eval_dataset,
             loop_state=resumed[0].loop_state if resumed else None,
+            kv_cache_tokens=self.capabilities.kv_cache_tokens,
         )
 
     def _group_arrived(self, group: GroupResult) -> None:
@@ -103,6 +104,7 @@ class LivePipeline(Pipeline):
         if group.table:
             shown = trainer.args.num_completions_to_print
             trainer.reporter.completions(trainer.state.global_step, group.table[:shown])
+            trainer.completions += group.table
 
     def make_sync(self, version: int) -> PolicySync:
         config = self._trainer.args

@@ -35,7 +35,7 @@ class Pipeline(ABC):
         self._trainer = trainer
         self.token_budget = token_budget
         position, remainder = starting_point(resumed)
-        self.ledger = Ledger(trainer.num_prompts, position, trainer.reporter.ledger)
+        self.ledger = Ledger(trainer.num_prompts, position, trainer.reporter.ledger, lambda: trainer.diagnosis)
         self.feed = SampleFeed(
             source,
             self.ledger,
@@ -45,6 +45,7 @@ class Pipeline(ABC):
             token_budget=token_budget,
             max_staleness=config.max_staleness,
             warn=logger.warning,
+            while_waiting=trainer.speak_if_silent,
         )
         self.ledger.restore(remainder)
         self.feed.hold(remainder)

@@ -32,9 +32,11 @@ class Reporter:
         if self._heartbeat is not None:
             self._heartbeat.update(progress=self._progress, **values)
 
-    def metrics(self, step: int, values: dict[str, float]) -> None:
+    def metrics(self, step: int, values: dict[str, float], texts: dict[str, str] | None = None) -> None:
+        """One window: metrics, and what they mean in words."""
         if self._records is not None:
-            append_jsonl(self._records / "metrics.jsonl", {"step": step, "time": time.time(), **values})
+            line = {"step": step, "time": time.time(), **values, **(texts or {})}
+            append_jsonl(self._records / "metrics.jsonl", line)
 
     def ledger(self, line: dict[str, Any]) -> None:
         if self._records is not None:

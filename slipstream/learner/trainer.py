@@ -20,19 +20,24 @@ from slipstream.config import AsyncGRPOConfig
 from slipstream.data import fingerprint
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.adapter import add_adapter, check_adapter
+from slipstream.learner.completions import print_completions
 from slipstream.learner.feed import PlannedMicroBatch, StepPlan
 from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.live import LivePipeline
+from slipstream.learner.narrator import Narrator, known_without_a_step
 from slipstream.learner.pipeline import Pipeline
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.router_loss import router_loss
+from slipstream.learner.speed import SpeedMeter, device_peak, synchronize
 from slipstream.learner.sync import PolicySync
+from slipstream.metrics.verdict import Limits
 from slipstream.metrics.window import Window
 from slipstream.packing.trie import pack
 from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.main_module import stop_here_in_rollout_process
 from slipstream.rollout.scoring import unique_names
 
+SPEAK_AFTER_S = 60.0
 WAIT_FOR_ROLLOUTS = timedelta(days=7)  # rank 0 watches the rollout process; the other ranks only wait for rank 0
 
 
@@ -81,6 +86,7 @@ class AsyncGRPOTrainer(Trainer):
     """
 
     loop_cls: type[AsyncRolloutLoop] = AsyncRolloutLoop
+    speak_after_s: float = SPEAK_AFTER_S
     args: AsyncGRPOConfig
     model: Any
     processing_class: Any
@@ -132,9 +138,11 @@ class AsyncGRPOTrainer(Trainer):
         self._resumed: tuple[ckpt.RolloutState, Path] | None = None
         self._plan: StepPlan | None = None
         self._ended = False
-        self._num_tokens = 0
+        self._narrator = Narrator(Limits(args.max_staleness, args.max_concurrent_rollouts, args.num_generations))
+        self._last_sign = time.monotonic()
+        self.completions: list[dict[str, Any]] = []  # since the last log
         self._optimizer_begun = self._step_begun = time.monotonic()
-        self._forward_backward_s = 0.0
+        self._forward_s = self._forward_backward_s = 0.0
         self.evaluations: list[dict[str, float]] = []
         super().__init__(
             model=loaded,
@@ -153,6 +161,8 @@ class AsyncGRPOTrainer(Trainer):
             dist.new_group(backend="gloo", timeout=WAIT_FOR_ROLLOUTS) if self.accelerator.num_processes > 1 else None
         )
         self._router = router_loss(self.model, args.router_aux_loss_coef)
+        peak, ranks = device_peak(args, self.model.dtype), self.accelerator.num_processes
+        self._speed = SpeedMeter(self.model.config, peft_config is None, peak, ranks)
         self._settings = LossSettings(
             args.score_centering,
             args.vllm_importance_sampling_clip_min,
@@ -310,7 +320,7 @@ class AsyncGRPOTrainer(Trainer):
             self._pipeline.open()
         if self.eval_dataset is not None and self._resumed is None and not self.args.eval_on_start:
             self.evaluate()
-        self._step_begun = time.monotonic()
+        self._step_begun = self._last_sign = time.monotonic()
 
     def get_train_dataloader(self) -> Any:
         return _Steps(self)
@@ -339,7 +349,7 @@ class AsyncGRPOTrainer(Trainer):
         if mine[0] is None:
             self._ended = True
             return None
-        self._forward_backward_s = 0.0
+        self._forward_s = self._forward_backward_s = 0.0
         return mine[0]
 
     def _share(self, batches: list[PlannedMicroBatch], rank: int) -> list[dict[str, Any]]:
@@ -373,7 +383,10 @@ class AsyncGRPOTrainer(Trainer):
             self.optimizer.train()
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
+        synchronize(self.args.device)
+        self._forward_s += time.monotonic() - begun
         self.accelerator.backward(loss)
+        synchronize(self.args.device)
         self._forward_backward_s += time.monotonic() - begun
         return loss.detach()
 
@@ -422,45 +435,81 @@ class AsyncGRPOTrainer(Trainer):
     def _finish_step(self) -> None:
         """The optimizer has stepped: settle the step's prompts, and deliver the new policy."""
         add = self._window.add
+        synchronize(self.args.device)
+        add("perf/fwd_s", self._forward_s)
         add("perf/fwd_bwd_s", self._forward_backward_s)
         add("perf/optimizer_s", time.monotonic() - self._optimizer_begun)
         if self._pipeline is not None and self._plan is not None:
             self._pipeline.feed.step_finished(self._plan)
-            self._num_tokens += sum(row.num_tokens for b in self._plan.micro_batches for row in b.rows)
+            # kept in the trainer's state, so that a resumed run counts on
+            self.state.num_input_tokens_seen += sum(
+                row.num_tokens for batch in self._plan.micro_batches for row in batch.rows
+            )
         if self.state.global_step % self.args.weight_sync_steps == 0:
             begun = time.monotonic()
             self.reporter.phase("delivering weights", step=self.state.global_step)
+            if self.accelerator.num_processes > 1:
+                self.accelerator.wait_for_everyone()
+            waited = time.monotonic() - begun
             times = self._sync.advance(self.accelerator.unwrap_model(self.model_wrapped))
             if self._pipeline is not None:
                 self._pipeline.set_version(self._sync.version)
             if times is not None:
                 add("perf/weight_sync_s", time.monotonic() - begun)
                 add("perf/weight_sync_pause_s", times.pause_s)
+                add("perf/weight_sync_barrier_s", waited)
                 add("perf/weight_sync_transfer_s", times.transfer_s)
         now = time.monotonic()
         seconds = now - self._step_begun
         add("perf/step_s", seconds)
         if self._plan is not None:
-            trained = sum(b.num_tokens for b in self._plan.micro_batches)
-            add("perf/wall_clock_trained_tokens_per_s", trained / seconds, seconds)
-        self._step_begun = now
+            self._window.add_all(self._speed.observe(self._plan, self._forward_backward_s, seconds))
+        self._step_begun = self._last_sign = now
         self.reporter.advance(step=self.state.global_step, max_steps=self.args.max_steps)
 
     # ---- logging, evaluation
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "grad_norm" in logs or "loss" in logs:
+        window = "loss" in logs
+        if window:
             logs.update(self._reduce_window())
         if self._pipeline is not None:
             if self.num_prompts is not None:
                 self.state.epoch = self._pipeline.ledger.settled / self.num_prompts
-            if "loss" in logs:
-                logs["num_tokens"] = self._num_tokens
+            if window:
+                logs["num_tokens"] = self.state.num_input_tokens_seen
         super().log(logs, start_time)
         if self._is_main and not any(key.startswith("train_") for key in logs):
-            self.reporter.metrics(
-                self.state.global_step, {k: v for k, v in logs.items() if isinstance(v, (int, float))}
-            )
+            values = {k: v for k, v in logs.items() if isinstance(v, (int, float))}
+            texts = self._narrator.window(values) if window else {}
+            self.reporter.metrics(self.state.global_step, values, texts)
+            self._print_completions()
+
+    def speak_if_silent(self) -> None:
+        """On rank 0, while it waits for samples: log what is known without a step once there was none for a minute."""
+        now = time.monotonic()
+        since = None if self._pipeline is None else self._pipeline.feed.waiting_since
+        if self._pipeline is None or since is None or now - max(self._last_sign, since) < self.speak_after_s:
+            return
+        self._last_sign = now
+        self._pipeline.drain_metrics()
+        values = self._window.reduce(known_without_a_step)
+        if self.num_prompts is not None:
+            self.state.epoch = self._pipeline.ledger.settled / self.num_prompts
+        super().log(values)
+        texts = self._narrator.window(values, now - since)
+        self.reporter.metrics(self.state.global_step, values, texts)
+        self._print_completions()
+
+    @property
+    def diagnosis(self) -> str:
+        """What the rewards seen so far say, in words."""
+        return self._narrator.diagnosis(self._window.peek())
+
+    def _print_completions(self) -> None:
+        rows, self.completions = self.completions, []
+        if self.args.log_completions:
+            print_completions(rows, self.state.global_step, self.args.num_completions_to_print)
 
     def _reduce_window(self) -> dict[str, float]:
         """The window over all ranks; the same on each."""

@@ -1,7 +1,7 @@
 """A logging window: everything measured since the last log, reduced by the metric's name."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,11 +67,15 @@ class Window:
             else:
                 self.add(name, value, weight)
 
-    def reduce(self) -> dict[str, float]:
-        """The window's value of each metric; the window is empty afterwards."""
-        found = {
+    def peek(self) -> dict[str, float]:
+        """The window's value of each metric by now."""
+        return {
             name: cell.value / cell.weight if kind_of(name) == "mean" else cell.value
             for name, cell in self._cells.items()
         }
-        self._cells = {}
+
+    def reduce(self, only: Callable[[str], bool] = lambda name: True) -> dict[str, float]:
+        """The window's value of each metric (whose name `only` accepts); they are not in the window any more."""
+        found = {name: value for name, value in self.peek().items() if only(name)}
+        self._cells = {name: cell for name, cell in self._cells.items() if name not in found}
         return found

@@ -47,5 +47,12 @@ def may_start(outstanding: Outstanding, allowance_total: int, trainer_waits: boo
         return True
     if outstanding.mean_group is None:
         return under_way == 0
-    expected = outstanding.finished_total + (under_way + 1) * outstanding.mean_group
-    return expected <= allowance_total
+    return not is_ahead(outstanding, allowance_total)
+
+
+def is_ahead(outstanding: Outstanding, allowance_total: int) -> bool:
+    """Whether one more group would be more than training may lag behind: generation waits for training."""
+    if allowance_total <= 0 or outstanding.mean_group is None:
+        return False
+    under_way = outstanding.in_flight + outstanding.scoring
+    return outstanding.finished_total + (under_way + 1) * outstanding.mean_group > allowance_total

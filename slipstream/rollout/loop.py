@@ -6,6 +6,7 @@ To change a step, subclass it, override the step's method and set the subclass a
 import asyncio
 import contextvars
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ class AsyncRolloutLoop(LoopMachinery):
     ) -> list[Rollout | Exception]:
         count = self.config.num_generations
         if self._coalesces:
-            started = self.model_version
+            started, begun = self.model_version, time.monotonic()
             seed = request_seed(self._setup.seed, number, 0, 0, self._setup.attempt)
             try:
                 choices = await self._client.generate(
@@ -120,12 +121,16 @@ class AsyncRolloutLoop(LoopMachinery):
                 )
             except GenerationError as error:
                 return [error] * count
+            self._durations += [time.monotonic() - begun] * count
             return [self._single_turn(self._turn(prompt_ids, choice, started)) for choice in choices]
 
         async def one(generation: int) -> Rollout | Exception:
             _current.set((number, generation, []))
+            begun = time.monotonic()
             try:
-                return await self.generate_one(prompt, self.tools, number)
+                rollout = await self.generate_one(prompt, self.tools, number)
+                self._durations.append(time.monotonic() - begun)
+                return rollout
             except ServerUnavailable:
                 raise
             except Exception as error:
@@ -139,7 +144,7 @@ class AsyncRolloutLoop(LoopMachinery):
         """One rollout per held-out prompt with the weights that the server has now."""
         dataset = self._setup.eval_dataset
         rows = [dataset[i] for i in range(len(dataset))]
-        gate = asyncio.Semaphore(self.config.max_concurrent_rollouts)
+        gate = asyncio.Semaphore(self._cap.cap)
 
         async def one(index: int) -> Rollout | None:
             async with gate:

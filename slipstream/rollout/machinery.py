@@ -13,26 +13,33 @@ from typing import Any
 import numpy as np
 
 from slipstream.rollout import types as t
-from slipstream.rollout.allowance import Outstanding, may_start
+from slipstream.rollout.allowance import Outstanding, is_ahead, may_start
 from slipstream.rollout.client import SamplingSettings, VLLMClient
+from slipstream.rollout.concurrency import ConcurrencyCap
 from slipstream.rollout.observe import group_observations
 from slipstream.rollout.outcome import completions_table, split_group
 from slipstream.rollout.prompts import Prompt, RejectionWatch, prompts
 from slipstream.rollout.scoring import reward_arguments, score, total_rewards, unique_names
 from slipstream.rollout.sequences import assign_costs, build_sequences
+from slipstream.rollout.server_load import parse_load
 from slipstream.rollout.setup import LoopSetup
 from slipstream.rollout.types import GroupResult, Message, Rollout, RolloutGroup
 
 BEAT_S = 0.05
 POLL_S = 0.005
 REPORT_S = 2.0
+SERVER_POLL_S = 5.0
 SCORERS = 4
 RECENT_GROUPS = 64
 REWARD_THREADS = 16
+NO_WAIT = 1e-9  # weight of "no wait": it counts only in a window without any
 
 
 class LoopMachinery(ABC):
     """Chooses prompts, keeps the bounds, scores groups and hands them over; the hooks are `AsyncRolloutLoop`'s."""
+
+    server_poll_s = SERVER_POLL_S
+    report_s = REPORT_S
 
     def __init__(
         self,
@@ -97,6 +104,11 @@ class LoopMachinery(ABC):
         self._generated_tokens = 0
         self._retries = 0
         self._waits: list[float] = []
+        self._held_s = 0.0
+        self._durations: list[float] = []  # of rollouts, in seconds
+        self._cap = ConcurrencyCap(
+            config.max_concurrent_rollouts, config.num_generations, setup.kv_cache_tokens, setup.max_model_len
+        )
         self._fatal: asyncio.Future[None] | None = None
         head = config.num_sampler_logprobs if config.score_centering else 0
         self._client = VLLMClient(
@@ -161,7 +173,6 @@ class LoopMachinery(ABC):
         return min(self.config.max_completion_length, self._setup.max_model_len - len(prompt_ids))
 
     async def _run_group(self, prompt: Prompt, prompt_ids: list[int], version: int) -> None:
-        begun = time.monotonic()
         row = prompt.row
         outcomes = await self._generate_group(prompt.number, row["prompt"], prompt_ids)
         failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
@@ -188,7 +199,6 @@ class LoopMachinery(ABC):
             rollout_rewards=[r.reward if r else None for r in rollouts],
             queued_at=time.monotonic(),
         )
-        self._metrics.put([("rollout/duration_s", time.monotonic() - begun, len(rollouts))])
         blocked = time.monotonic()
         self._scoring += 1
         try:
@@ -196,8 +206,7 @@ class LoopMachinery(ABC):
         except BaseException:
             self._scoring -= 1
             raise
-        if time.monotonic() - blocked > 0.001:
-            self._metrics.put([("rollout/score_block_s", time.monotonic() - blocked, 1)])
+        self._metrics.put([("rollout/score_block_s", time.monotonic() - blocked, 1)])
 
     # ---- scoring
 
@@ -275,10 +284,23 @@ class LoopMachinery(ABC):
         return Outstanding(self._finished_cost, len(self._groups), self._scoring, mean)
 
     def _may_start(self) -> bool:
-        room = self._in_flight_rollouts + self.config.num_generations <= self.config.max_concurrent_rollouts
-        if self._groups and not room:
+        if self._groups and not self._cap.has_room(self._in_flight_rollouts):
             return False
         return may_start(self._outstanding(), int(self._allowance.value), bool(self._trainer_waits.value))
+
+    async def _wait_for_leave(self) -> None:
+        """Wait until one more group may start, and keep account of how long the staleness bound was the reason."""
+        held = 0.0
+        while not self._may_start():
+            state, allowance = self._outstanding(), int(self._allowance.value)
+            ahead = is_ahead(state, allowance)
+            begun = time.monotonic()
+            await asyncio.sleep(POLL_S)
+            if ahead:
+                held += time.monotonic() - begun
+                self._held_s += time.monotonic() - begun
+        if held > 2 * POLL_S:
+            self._waits.append(held)
 
     async def _dispatch(self) -> None:
         """Start groups in prompt order as the bounds allow; at the end of the data wait for the last, and say so."""
@@ -297,11 +319,7 @@ class LoopMachinery(ABC):
                 self._drop_prompt(prompt, t.OVERSIZE_PROMPT)
                 await asyncio.sleep(0)
                 continue
-            begun = time.monotonic()
-            while not self._may_start():
-                await asyncio.sleep(POLL_S)
-            if time.monotonic() - begun > 2 * POLL_S:
-                self._waits.append(time.monotonic() - begun)
+            await self._wait_for_leave()
             version = self.model_version
             task = asyncio.create_task(self._run_group(prompt, prompt_ids, version))
             self._groups[task] = version
@@ -317,6 +335,7 @@ class LoopMachinery(ABC):
     def _group_done(self, prompt: Prompt, task: asyncio.Task[None]) -> None:
         self._groups.pop(task, None)
         self._in_flight_rollouts -= self.config.num_generations
+        self._cap.finished(self.config.num_generations)
         if task.cancelled():
             if not self._stopping:
                 self._drop_prompt(prompt, t.STALE, self.config.num_generations)
@@ -355,7 +374,7 @@ class LoopMachinery(ABC):
                     task.add_done_callback(self._raise_fatal)
                 elif kind == "state":
                     self._buffer.put(("state", argument, self.state_dict()))
-            if now - reported >= REPORT_S:
+            if now - reported >= self.report_s:
                 self._report(now - reported, self._generated_tokens - tokens)
                 reported, tokens = now, self._generated_tokens
             await asyncio.sleep(BEAT_S)
@@ -368,14 +387,44 @@ class LoopMachinery(ABC):
         found: list[t.Observation] = [
             ("rollout/generated_tokens_per_s", tokens / seconds, seconds),
             ("rollout/concurrency", self._in_flight_rollouts, 1),
-            ("rollout/concurrency_cap", self.config.max_concurrent_rollouts, 1),
+            ("rollout/concurrency_cap", self._cap.cap, 1),
             ("rollout/score_queue_size", self._score_queue.qsize(), 1),
             ("rollout/vllm_retry_count", self._retries, 1),
         ]
         self._retries = 0
         waits, self._waits = self._waits, []
-        found.append(("rollout/backpressure_s", sum(waits) / len(waits) if waits else 0.0, max(len(waits), 1)))
+        held, self._held_s = self._held_s, 0.0
+        durations, self._durations = self._durations, []
+        if durations:
+            found.append(("rollout/duration_s", sum(durations) / len(durations), len(durations)))
+        found.append(("rollout/backpressure_s", 0.0, NO_WAIT))
+        found += [("rollout/backpressure_s", wait, 1) for wait in waits]
+        found.append(("rollout/backpressure_frac", min(held / seconds, 1.0), seconds))
         self._metrics.put(found)
+
+    async def _follow_load(self) -> None:
+        """Poll the server's load, let the cap follow it, and report it."""
+        preemptions: int | None = None
+        while True:
+            text = None
+            with contextlib.suppress(TimeoutError):
+                text = await asyncio.wait_for(self._client.get_text("/metrics"), self.server_poll_s)
+            load = parse_load(text)
+            self._cap.observe(load, self._in_flight_rollouts)
+            if load is not None:
+                before = load.preemptions if preemptions is None else preemptions
+                # fewer than before: the server was started again, and counts from zero
+                new = load.preemptions - before if load.preemptions >= before else load.preemptions
+                preemptions = load.preemptions
+                self._metrics.put(
+                    [
+                        ("rollout/vllm_kv_cache_usage_frac", load.kv_usage, 1),
+                        ("rollout/vllm_running_requests", load.running, 1),
+                        ("rollout/vllm_queued_requests", load.waiting, 1),
+                        ("rollout/vllm_preemption_count", new, 1),
+                    ]
+                )
+            await asyncio.sleep(self.server_poll_s)
 
     async def _main(self) -> None:
         self._stopping = False
@@ -390,6 +439,7 @@ class LoopMachinery(ABC):
             await self.setup()
             tasks = [asyncio.create_task(self._score_groups()) for _ in range(SCORERS)]
             tasks.append(asyncio.create_task(self._dispatch()))
+            tasks.append(asyncio.create_task(self._follow_load()))
             for task in tasks:
                 task.add_done_callback(self._raise_fatal)
             await asyncio.wait([serve, self._fatal], return_when=asyncio.FIRST_COMPLETED)

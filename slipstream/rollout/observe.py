@@ -1,5 +1,6 @@
 """Metrics of a finished group. Pure: the group in, observations (name, value, weight) out."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,6 +33,31 @@ def duplicates(rollouts: Sequence[Rollout]) -> int:
     return repeated
 
 
+def turn_changes(rollout: Rollout) -> list[tuple[bool, int]]:
+    """For each change of turn: whether its prompt left the tokens held so far (a fork), and how many of those it rendered
+    anew."""
+    found: list[tuple[bool, int]] = []
+    for before, after in itertools.pairwise(rollout.turns):
+        held = [*before.prompt_ids, *before.output_ids]
+        shared = next((i for i, (a, b) in enumerate(zip(held, after.prompt_ids, strict=False)) if a != b), None)
+        kept = min(len(held), len(after.prompt_ids)) if shared is None else shared
+        found.append((kept < len(held), len(held) - kept))
+    return found
+
+
+def fork_observations(rollouts: Sequence[Rollout]) -> list[Observation]:
+    """`rollout/fork_frac` and `rollout/drift_tokens_*` over all changes of turn; nothing where there was none."""
+    changes = [change for rollout in rollouts for change in turn_changes(rollout)]
+    if not changes:
+        return []
+    drifts = [drift for _, drift in changes]
+    return [
+        ("rollout/fork_frac", sum(forked for forked, _ in changes) / len(changes), len(changes)),
+        ("rollout/drift_tokens_mean", sum(drifts) / len(changes), len(changes)),
+        ("rollout/drift_tokens_max", max(drifts), 1),
+    ]
+
+
 def length_observations(rollouts: Sequence[Rollout], eos_token_ids: Sequence[int]) -> list[Observation]:
     """`completions/*` of the rollouts that have any token."""
     found: list[Observation] = []
@@ -56,6 +82,7 @@ def reward_observations(rewards: NDArray[np.float64]) -> list[Observation]:
     found: list[Observation] = [("frac_reward_zero_std", 0.0 if kept else 1.0, 1)]
     if len(scored):
         found.append(("reward", float(scored.mean()), len(scored)))
+        found += [("reward_seen_min", float(scored.min()), 1), ("reward_seen_max", float(scored.max()), 1)]
         if not kept:
             found.append(("reward_dropped", float(scored.mean()), 1))
     return found
@@ -74,4 +101,5 @@ def group_observations(
         found.append(("rollout/turns_mean", float(np.mean(turns)), len(turns)))
         found.append(("rollout/turns_max", max(turns), 1))
         found.append(("rollout/samples_per_rollout", made / len(present), len(present)))
+        found += fork_observations(present)
     return found

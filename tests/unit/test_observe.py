@@ -31,6 +31,8 @@ def test_a_group_by_hand():
         {
             "frac_reward_zero_std": 0,
             "reward": 0.25,
+            "reward_seen_min": 0,
+            "reward_seen_max": 1,
             "completions/mean_length": 13 / 4,
             "completions/min_length": 2,
             "completions/max_length": 6,
@@ -97,3 +99,17 @@ def test_failed_rollouts_are_not_measured():
     assert found["completions/mean_length"] == 3
     assert np.isclose(found["frac_reward_zero_std"], 1)
     assert "completions/mean_length" not in reduced([None, None], [NAN, NAN])
+
+
+def test_forks_and_drift_by_hand():
+    """Three changes of turn: one goes on, one leaves the held tokens at the third of five, one drops the last of two."""
+    goes_on = make_rollout([1, 2], [3], [4])
+    forks = make_rollout([1, 2, 3], [4, 5], [6])
+    forks.turns[1].prompt_ids = [1, 2, 9, 4, 5]
+    shorter = make_rollout([1], [2], [3])
+    shorter.turns[1].prompt_ids = [1]
+    found = reduced([goes_on, forks, shorter, make_rollout([1], [2])], [1.0, 0.0, 0.0, 0.0])
+    assert found["rollout/fork_frac"] == pytest.approx(2 / 3)
+    assert found["rollout/drift_tokens_mean"] == pytest.approx((0 + 3 + 1) / 3)
+    assert found["rollout/drift_tokens_max"] == 3
+    assert found["rollout/samples_per_rollout"] == pytest.approx(6 / 4)

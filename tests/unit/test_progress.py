@@ -48,6 +48,8 @@ def test_clock() -> None:
 def test_a_window_as_a_plain_line() -> None:
     line = window_line(WINDOW, 60, 83.0)
     assert line == "[1:23] step 3/60  reward 0.500  staleness 1.25  generated tok/s 3,457  queue 12"
+    said = window_line({**WINDOW, "verdict": "trainer-bound: generation waits."}, 60, 83.0)
+    assert said == f"{line}  trainer-bound"
     assert window_line({"step": 0, "eval/reward": 0.31}, 0, 0) == "[0:00] step 0  held-out reward 0.310"
 
 
@@ -62,11 +64,20 @@ def test_a_run_in_preparation_while_loading_and_while_training(run: RunFolder) -
     beat(run, "supervisor", phase="training")
     beat(run, "learner", phase="waiting for rollouts", step=3, max_steps=60)
     append_jsonl(run.records(1) / "metrics.jsonl", {"step": 0, "eval/reward": 0.3})
-    append_jsonl(run.records(1) / "metrics.jsonl", WINDOW)
+    append_jsonl(run.records(1) / "metrics.jsonl", {**WINDOW, "verdict": "balanced: nobody waits."})
     snapshot = take_snapshot(run)
     assert (snapshot.server, snapshot.step, snapshot.max_steps) == ("ready", 3, 60)
     text = shown(snapshot)
-    for word in ("waiting for rollouts", "3/60", "0.500", "0.300", "1:05", "staleness 1.25", "queue 12"):
+    for word in (
+        "waiting for rollouts",
+        "3/60",
+        "0.500",
+        "0.300",
+        "1:05",
+        "staleness 1.25",
+        "queue 12",
+        "nobody waits",
+    ):
         assert word in text
 
 
