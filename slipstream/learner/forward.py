@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from slipstream.algorithm.loss import TokenTerms
+from slipstream.packing.attention import TreeLayout, tree_forward
 from slipstream.packing.sample import EMPTY
-from slipstream.packing.trie import Row, attention_mask
+from slipstream.packing.trie import Row
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class RowTensors:
 
     input_ids: Tensor
     position_ids: Tensor
-    attention: Tensor
+    layout: TreeLayout
     predict: Tensor
     target: Tensor
     logq: Tensor
@@ -36,7 +37,7 @@ def to_tensors(row: Row, device: torch.device) -> RowTensors:
     return RowTensors(
         input_ids=ids(row.input_ids)[None],
         position_ids=ids(row.position_ids)[None],
-        attention=torch.from_numpy(attention_mask(row.parent)).to(device)[None, None],
+        layout=TreeLayout(row.parent),
         predict=ids(row.predict),
         target=ids(row.target),
         logq=floats(row.logq),
@@ -51,10 +52,11 @@ def token_terms(model: torch.nn.Module, row: RowTensors, temperature: float) -> 
 
     Logits are made for the `L` positions that predict a trained token only, and handled in float32 at least.
     """
-    output = model(
+    output = tree_forward(
+        model,
+        row.layout,
         input_ids=row.input_ids,
         position_ids=row.position_ids,
-        attention_mask=row.attention,
         logits_to_keep=row.predict,
         use_cache=False,
     )
