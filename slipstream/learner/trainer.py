@@ -196,7 +196,10 @@ class AsyncGRPOTrainer(Trainer):
             use_tree_attention(model, args.device)
             return model, model.config._name_or_path
         kwargs = {"dtype": args.dtype, **_as_dict(args.model_init_kwargs)}
-        kwargs.pop("attn_implementation", None)  # as loaded; then switched
+        if kwargs.pop("attn_implementation", None) is not None:
+            warnings.warn(
+                "model_init_kwargs: attn_implementation is left out: packed rows need tree attention", stacklevel=3
+            )
         loaded = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=args.trust_remote_code, **kwargs)
         use_tree_attention(loaded, args.device)
         return loaded, model

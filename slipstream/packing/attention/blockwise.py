@@ -33,8 +33,7 @@ def blockwise_attention(
     """`query` `(1, heads, N, D)`, `key` `(1, kv_heads, N, D)`, `value` `(1, kv_heads, N, V)`; `(1, heads, N, V)`."""
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     width = max(head_dim, value_dim)  # zeros change neither scores nor the first columns of the output
-    query, key, value = (functional.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-                         for x in (query, key, value))  # fmt: skip
+    query, key, value = (functional.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     if window is not None and window > int(layout.depth.max()):
         window = None
     overhead = CALL_OVERHEAD // (query.shape[1] * width)
@@ -49,7 +48,7 @@ class _Blockwise(torch.autograd.Function):
     """`query` `(groups, kv_heads, N, D)`, `key`, `value` `(kv_heads, N, D)` -> like `query`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         query: Tensor,
         key: Tensor,
@@ -86,7 +85,9 @@ class _Blockwise(torch.autograd.Function):
         grad = grads[0].contiguous()
         wide = lse.dtype
         to_query = torch.empty_like(query, dtype=wide, memory_format=torch.contiguous_format)
-        to_key, to_value = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (key, value))
+        to_key, to_value = (
+            torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (key, value)
+        )
         for blocks in (ctx.plan.diagonal, ctx.plan.above):
             for block in blocks:
                 where, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)

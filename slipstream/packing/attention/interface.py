@@ -88,9 +88,9 @@ def tree_forward(model: nn.Module, layout: TreeLayout, **inputs: Any) -> Any:
         _current.reset(token)
     if not forward.attended:
         raise RuntimeError(f"the model does not use tree attention: call use_tree_attention (now: {_used(model)})")
-    if forward.masked - {None} and not forward.attended - {None}:
+    if (masked := forward.masked - {None}) and not forward.attended - {None}:
         raise RuntimeError(
-            f"the model masks a sliding window of {max(forward.masked - {None})} tokens without telling its "
+            f"the model masks a sliding window of {masked} tokens without telling its "
             "attention function, so its packed rows would be wrong: set use_sliding_window=False if it does not need it"
         )
     return output
@@ -131,7 +131,11 @@ def tree_attention_forward(
             f"{name}: tree attention is causal self-attention over one packed row of {tree_layout.size} tokens, not "
             f"queries {tuple(query.shape)} against keys {tuple(key.shape)}, causal: {causal}"
         )
-    for what, given in (("attention sinks", s_aux), ("a position bias", position_bias)):
+    for what, given in (
+        ("attention sinks", s_aux),
+        ("a position bias", position_bias),
+        ("a mask of its own", attention_mask),
+    ):
         if given is not None:
             raise ValueError(f"{name} has {what}, which tree attention does not support: train another model")
     if forward is not None:
@@ -142,7 +146,9 @@ def tree_attention_forward(
     backend: Backend = choose_backend(query.device.type, query.dtype)
     if dropout > 0:
         if softcap is not None or query.device.type != "cpu":
-            raise ValueError(f"{name} has attention dropout {dropout}: set attention_dropout to 0 in the model's config")
+            raise ValueError(
+                f"{name} has attention dropout {dropout}: set attention_dropout to 0 in the model's config"
+            )
         backend = functools.partial(_with_dropout, dropout=dropout)
     out = backend(query, key, value, tree_layout, scale, sliding_window, softcap)
     return out.transpose(1, 2).contiguous(), None

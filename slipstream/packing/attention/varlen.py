@@ -3,6 +3,7 @@
 A run is a stretch of tokens that each follow the one before; its keys are the path from the root to its last token.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,9 +14,7 @@ from torch.nn import functional
 
 from slipstream.packing.attention.layout import ROOT, TreeLayout
 
-AITER, FLASH_3, FLASH_4 = (
-    f"kernels-community/{name}" for name in ("aiter-flash-attn", "flash-attn3", "flash-attn4")
-)
+AITER, FLASH_3, FLASH_4 = (f"kernels-community/{name}" for name in ("aiter-flash-attn", "flash-attn3", "flash-attn4"))
 WITHOUT_SOFTCAP = (AITER, FLASH_4)
 
 
@@ -30,7 +29,7 @@ class Paths(NamedTuple):
 
 
 def paths(layout: TreeLayout, device: torch.device) -> Paths:
-    starts = np.flatnonzero(layout.parent != np.arange(layout.size) - 1)
+    starts = np.union1d(np.flatnonzero(layout.parent != np.arange(layout.size) - 1), [0])
     ends = np.append(starts[1:], layout.size)
     found: list[np.ndarray] = []
     for start, end in zip(starts, ends, strict=True):
@@ -70,10 +69,7 @@ def flash_forward(repository: str) -> Callable[..., Tensor]:
 
     lazy_import_flash_attention(repository)
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return _flash_attention_forward(*args, attn_implementation=repository, **kwargs)
-
-    return forward
+    return functools.partial(_flash_attention_forward, attn_implementation=repository)
 
 
 def tree_attention(
@@ -97,7 +93,7 @@ def tree_attention(
     out = forward(
         query.transpose(1, 2),
         *(x.index_select(2, at.keys).transpose(1, 2) for x in (key, value)),
-        None,
+        attention_mask=None,
         query_length=layout.size,
         is_causal=True,
         softmax_scale=scale,
