@@ -1,5 +1,6 @@
 """One packed row through the model: the log-probabilities that the loss needs."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,8 @@ from torch import Tensor
 from slipstream.algorithm.logprobs import Candidates, TokenLogprobs
 from slipstream.algorithm.loss import TokenTerms
 from slipstream.learner.policy_head import policy_logprobs
-from slipstream.packing.trie import Row, attention_mask
+from slipstream.packing.attention import TreeLayout, tree_forward
+from slipstream.packing.trie import Row
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class RowTensors:
 
     input_ids: Tensor
     position_ids: Tensor
-    attention: Tensor
+    layout: TreeLayout
     predict: Tensor
     target: Tensor
     logq: Tensor
@@ -38,7 +40,7 @@ def to_tensors(row: Row, device: torch.device) -> RowTensors:
     return RowTensors(
         input_ids=ids(row.input_ids)[None],
         position_ids=ids(row.position_ids)[None],
-        attention=torch.from_numpy(attention_mask(row.parent)).to(device)[None, None],
+        layout=TreeLayout(row.parent),
         predict=ids(row.predict),
         target=ids(row.target),
         logq=floats(row.logq),
@@ -61,13 +63,9 @@ def token_terms(model: torch.nn.Module, row: RowTensors, temperature: float) -> 
 
     Log-probabilities are in float32 at least. With candidate sets they, the entropy and the head are over those.
     """
-    inputs = {
-        "input_ids": row.input_ids,
-        "position_ids": row.position_ids,
-        "attention_mask": row.attention,
-        "use_cache": False,
-    }
-    found = policy_logprobs(model, inputs, row.predict, row.target, row.head_ids, temperature, row.candidates)
+    inputs = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
+    run = functools.partial(tree_forward, model, row.layout)
+    found = policy_logprobs(model, inputs, row.predict, row.target, row.head_ids, temperature, row.candidates, run)
     return terms_of(found, row), found.entropy
 
 

@@ -66,18 +66,21 @@ def policy_logprobs(
     head_ids: Tensor,
     temperature: float,
     candidates: Candidates | None = None,
+    run: Callable[..., Any] | None = None,
 ) -> TokenLogprobs:
     """Forward one row and give the log-probabilities at its positions `predict` `(L,)`; see `chunked_logprobs`.
 
     Args:
         model: as wrapped for training. `inputs` are its keyword arguments, of batch size 1.
+        run: calls the model with the inputs; None: the model itself.
 
     Raises:
         ValueError: a model whose logits are not a scaled, or soft-capped, linear map of its last hidden states.
     """
     layer = output_layer(model)
+    call = model if run is None else run
     if layer not in _transforms:
-        _transforms[layer] = measured_transform(model, inputs)
+        _transforms[layer] = measured_transform(model, inputs, call)
     found: list[TokenLogprobs] = []
 
     def forward(hidden: Tensor) -> Tensor:
@@ -97,7 +100,7 @@ def policy_logprobs(
         return hidden[:, :1, :1].float() * 0
 
     with exchanged_forward(layer, forward):
-        output = model(**inputs)
+        output = call(**inputs)
     (result,) = found
     # wrappers hook the gradient of the model's output: it takes part in the loss, as a zero
     zero = (output.logits * 0).sum().to(result.logp.dtype)
@@ -105,7 +108,7 @@ def policy_logprobs(
 
 
 @torch.no_grad()
-def measured_transform(model: Any, inputs: dict[str, Any]) -> LogitTransform:
+def measured_transform(model: Any, inputs: dict[str, Any], run: Callable[..., Any] | None = None) -> LogitTransform:
     """What the model does to the output of its output layer, measured with numbers in place of logits.
 
     One forward without gradient. Raises ValueError where it is neither a scale nor a soft cap.
@@ -122,7 +125,7 @@ def measured_transform(model: Any, inputs: dict[str, Any]) -> LogitTransform:
     devices = [layer.weight.device] if layer.weight.device.type == "cuda" else []
     # a run that was resumed measures once more than one that was not: what is random must not notice
     with torch.random.fork_rng(devices), exchanged_forward(layer, forward):
-        output = model(**inputs)
+        output = (model if run is None else run)(**inputs)
     if len(calls) != 1:
         raise ValueError(f"{name} called its output layer {len(calls)} times in one forward: it cannot be trained here")
     seen = output.logits.flatten()

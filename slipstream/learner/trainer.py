@@ -32,6 +32,7 @@ from slipstream.learner.speed import SpeedMeter, device_peak, synchronize
 from slipstream.learner.sync import PolicySync
 from slipstream.metrics.verdict import Limits
 from slipstream.metrics.window import Window
+from slipstream.packing.attention import use_tree_attention
 from slipstream.packing.trie import pack
 from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.main_module import stop_here_in_rollout_process
@@ -206,11 +207,15 @@ class AsyncGRPOTrainer(Trainer):
     @staticmethod
     def _load_model(model: str | PreTrainedModel, args: AsyncGRPOConfig) -> tuple[PreTrainedModel, str]:
         if not isinstance(model, str):
-            if model.config._attn_implementation != "sdpa":
-                model.set_attn_implementation("sdpa")
+            use_tree_attention(model, args.device)
             return model, model.config._name_or_path
-        kwargs = {"dtype": args.dtype, **_as_dict(args.model_init_kwargs), "attn_implementation": "sdpa"}
+        kwargs = {"dtype": args.dtype, **_as_dict(args.model_init_kwargs)}
+        if kwargs.pop("attn_implementation", None) is not None:
+            warnings.warn(
+                "model_init_kwargs: attn_implementation is left out: packed rows need tree attention", stacklevel=3
+            )
         loaded = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=args.trust_remote_code, **kwargs)
+        use_tree_attention(loaded, args.device)
         return loaded, model
 
     def _warn_dropout(self) -> None:

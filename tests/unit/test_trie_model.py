@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from slipstream.algorithm.loss import LossSettings, TokenTerms, token_loss
 from slipstream.learner.forward import to_tensors, token_terms
+from slipstream.packing.attention import use_tree_attention
 from slipstream.packing.sample import Sample
 from slipstream.packing.trie import ROOT, Row, attention_mask, pack
 from tests.learner_replay import VOCABULARY, for_reference, made_up_sample, tiny_model
@@ -23,6 +24,8 @@ TEMPERATURE = 0.8
 CENTERED = LossSettings(True, 0.5, 2.0, 0.2, 0.3)
 CLIPPED = LossSettings(False, 0.5, 2.0, 0.2, 0.3)
 MODELS: dict[torch.dtype, Any] = {dtype: tiny_model(dtype=dtype) for dtype in (torch.float32, torch.float64)}
+for model in MODELS.values():
+    use_tree_attention(model)
 
 
 def quick(examples: int) -> settings:
