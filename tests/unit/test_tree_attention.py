@@ -493,8 +493,9 @@ def test_what_no_backend_does_is_refused_at_the_call() -> None:
         ("rwkv", "carr(y|ies) a state"),
         ("lfm3", "carr(y|ies) a state"),
         ("falcon_h1", "carr(y|ies) a state"),
-        ("qwen3_next", "carr(y|ies) a state"),
-        ("qwen3_5_text", "carr(y|ies) a state"),
+        ("olmo_hybrid", "carr(y|ies) a state"),
+        ("kimi_linear", "carr(y|ies) a state"),
+        ("blt", "AttentionInterface"),
         ("llama4_text", "by position"),
         ("bloom", "AttentionInterface"),
         ("falcon", "AttentionInterface"),
@@ -505,8 +506,28 @@ def test_models_that_would_be_wrong_are_refused(model_type: str, reason: str) ->
         check_model(AutoConfig.for_model(model_type))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma2", "gemma3_text", "phi3",
-                                        "olmo2", "smollm3", "deepseek_v3", "glm4", "granite", "mixtral"])  # fmt: skip
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "llama",
+        "mistral",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "olmo2",
+        "smollm3",
+        "deepseek_v3",
+        "glm4",
+        "granite",
+        "mixtral",
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    ],
+)
 def test_ordinary_decoders_are_not(model_type: str) -> None:
     check_model(AutoConfig.for_model(model_type))
 

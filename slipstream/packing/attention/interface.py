@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from slipstream.packing.attention import flex, varlen
+from slipstream.packing.attention import delta, flex, varlen
 from slipstream.packing.attention.blockwise import blockwise_attention
 from slipstream.packing.attention.layout import TreeLayout
 from slipstream.packing.attention.support import check_model
@@ -67,6 +67,7 @@ def choose_backend(device: str, dtype: torch.dtype) -> Backend:
 def use_tree_attention(model: PreTrainedModel, device: str | torch.device = "cpu") -> None:
     """Switch a model to tree attention. Raises ValueError (see `check_model`) where that cannot be right."""
     check_model(model.config, type(model), device)
+    delta.install(model)
     model.set_attn_implementation(TREE)
     if model.config.get_text_config(decoder=True)._attn_implementation != TREE:
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from slipstream.packing.attention import varlen
+from slipstream.packing.attention.delta import MODEL_TYPES
 
 ALONG_THE_PATH = ("full_attention", "sliding_attention")  # kinds of layers that attention over the tree covers
 RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent")
@@ -25,7 +26,7 @@ def check_model(config: Any, model_class: type | None = None, device: str | torc
     if reason:
         raise ValueError(
             f"model type {config.model_type!r} cannot be trained on packed rows: {reason}; use a decoder-only model "
-            "whose layers are full or sliding-window attention, for example Qwen3, Llama, Mistral or Gemma"
+            "whose layers are full or sliding-window attention or Gated DeltaNet, for example Qwen3, Llama or Qwen3.5"
         )
 
 
@@ -36,19 +37,21 @@ def _reason(config: Any, text: Any, model_class: type | None, device: torch.devi
         return "its cross attention does not follow the tree"
     if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", False) is True:
         return "its attention is bidirectional"
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(ALONG_THE_PATH))
+    delta = config.model_type in MODEL_TYPES
+    covered = {*ALONG_THE_PATH, "linear_attention"} if delta else set(ALONG_THE_PATH)
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - covered)
     if kinds:
         what = "carry a state from token to token" if set(kinds) & set(RECURRENT) else "choose their keys by position"
         return f"its {', '.join(kinds)} layers {what} in the row, not along the tree"
     source = _source(model_class)
     if re.search(r"\bs_aux\b|\bself\.sinks\b", source):
         return "it has attention sinks, which no backend of tree attention supports"
-    if getattr(model_class, "_is_stateful", False):
+    if getattr(model_class, "_is_stateful", False) and not delta:
         return "it carries a state from token to token in the row, not along the tree"
-    if model_class is not None and not getattr(model_class, "_supports_attention_backend", False):
+    if model_class is not None and not model_class._can_set_attn_implementation():  # type: ignore[attr-defined]
         return "its attention does not go through transformers' AttentionInterface"
-    if source and "ALL_ATTENTION_FUNCTIONS" not in source and re.search(r"^class \w*Attention\w*\(", source, re.M):
-        return "its attention does not go through transformers' AttentionInterface"
+    if model_class is not None and not delta and not getattr(model_class, "_supports_attention_backend", False):
+        return "transformers does not declare that its attention can be exchanged through the AttentionInterface"
     repository = varlen.kernel_repository() if device.type == "cuda" else None
     if getattr(text, "attn_logit_softcapping", None) and repository in varlen.WITHOUT_SOFTCAP:
         return f"it caps its attention logits, which {repository}, the kernel for this GPU, cannot do"
