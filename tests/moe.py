@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from slipstream.packing.attention import use_tree_attention
 from tests.learner_replay import VOCABULARY, ReplayTrainer, made_up_group, replay_config
 
 SIZES: dict[str, Any] = {
@@ -34,6 +35,7 @@ def model_of(name: str) -> Any:
     torch.manual_seed(0)
     model = MODELS[name]().double()
     model.set_experts_implementation("eager")  # the grouped kernels take no float64
+    use_tree_attention(model, torch.device("cpu"))
     return model
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.router_loss import router_loss
+from slipstream.packing.attention import use_tree_attention
 from slipstream.packing.trie import pack
 from tests import reference
 from tests.learner_cases import CASES, Case, run_case
@@ -155,6 +156,7 @@ def test_router_loss_is_averaged_over_the_rows_of_all_ranks(two_ranks: list[dict
     without, having = two_ranks[0]["moe"][0.0][0], two_ranks[0]["moe"][0.125][0]
     assert without.samples == having.samples
     model = model_of("qwen3_moe")
+    use_tree_attention(model, torch.device("cpu"))
     router = router_loss(model, 0.125)
     means = []
     for samples, counts in zip(having.micro_batches, having.samples_per_row, strict=True):

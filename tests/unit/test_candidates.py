@@ -15,6 +15,7 @@ from slipstream.algorithm.loss import LossSettings, token_loss
 from slipstream.learner.checkpoint import load_samples, save_samples
 from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.live import candidate_problems
+from slipstream.packing.attention import use_tree_attention
 from slipstream.packing.sample import Sample
 from slipstream.packing.trie import pack
 from slipstream.rollout.client import Choice, GenerationError, SamplingSettings, VLLMClient
@@ -189,9 +190,15 @@ def test_rows_and_checkpoints_keep_the_sets(tmp_path: Path) -> None:
 # ---- the loss
 
 
+def tree_model() -> Any:
+    model = tiny_model()
+    use_tree_attention(model, CPU)
+    return model
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_policy_is_renormalised_over_each_token_s_set(seed: int) -> None:
-    samples, model = truncated_samples(seed), tiny_model()
+    samples, model = truncated_samples(seed), tree_model()
     terms, entropy = token_terms(model, to_tensors(pack(samples), CPU), TEMPERATURE)
     expected = [
         log_p[t]
@@ -215,7 +222,7 @@ def test_the_policy_is_renormalised_over_each_token_s_set(seed: int) -> None:
 @pytest.mark.parametrize("settings", [CENTERED, CLIPPED], ids=["centered", "clipped"])
 @pytest.mark.parametrize("head_size", [6, VOCABULARY])
 def test_loss_and_gradient_equal_the_reference(settings: LossSettings, head_size: int) -> None:
-    samples, model = truncated_samples(5, head_size), tiny_model()
+    samples, model = truncated_samples(5, head_size), tree_model()
     options = {
         "score_centering": settings.score_centering,
         "clip_min": settings.clip_min,
@@ -235,7 +242,7 @@ def test_loss_and_gradient_equal_the_reference(settings: LossSettings, head_size
 
 def test_without_the_sets_the_ratio_is_too_small() -> None:
     """What the warning says: the whole vocabulary has more mass than a candidate set."""
-    samples, model = truncated_samples(1)[:1], tiny_model()
+    samples, model = truncated_samples(1)[:1], tree_model()
     row = to_tensors(pack(samples), CPU)
     inside, _ = token_terms(model, row, TEMPERATURE)
     samples[0].candidate_ids = samples[0].candidate_offsets = None
