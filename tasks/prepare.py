@@ -158,8 +158,9 @@ def origin(run: RunFolder) -> Iterator[None]:
 
 
 def log_event(run: RunFolder, attempt: int, event: str) -> None:
-    """Append to the supervisor's own event file of the attempt."""
-    append_jsonl(run.records(attempt) / "supervisor.jsonl", {"time": time.time(), "event": event})
+    """Append to the supervisor's own event file of the attempt, where the storage takes it: no run ends for a note."""
+    with contextlib.suppress(OSError):
+        append_jsonl(run.records(attempt) / "supervisor.jsonl", {"time": time.time(), "event": event})
 
 
 def _job_text(job: JobRecord) -> str:
