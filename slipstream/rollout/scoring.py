@@ -2,8 +2,10 @@
 
 import asyncio
 import inspect
+import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -11,6 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.rollout.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+SLOW_S = 30.0  # a reward that hangs must be in the log before the run counts as stuck
 
 RewardFunction = Callable[..., Any]
 # What a reward is always called with; a column of the dataset by one of these names does not reach it.
@@ -64,6 +70,18 @@ def reward_arguments(
     return {**columns, **dict(zip(GENERATED, (prompts, completions, completion_ids), strict=True))}
 
 
+async def _watched(name: str, values: Awaitable[Any]) -> Any:
+    """The awaited values; says every `SLOW_S` that they have not come yet."""
+    begun = time.monotonic()
+    future = asyncio.ensure_future(values)
+    try:
+        while not (await asyncio.wait([future], timeout=SLOW_S))[0]:
+            logger.warning("reward %s has not returned for %.0f s", name, time.monotonic() - begun)
+        return future.result()
+    finally:
+        future.cancel()
+
+
 async def score(
     functions: Sequence[RewardFunction], names: Sequence[str], executor: Executor, arguments: dict[str, Any], count: int
 ) -> NDArray[np.float64]:
@@ -77,12 +95,12 @@ async def score(
     async def one(name: str, function: RewardFunction) -> NDArray[np.float64]:
         try:
             if is_async(function):
-                values = await function(**arguments)
+                values = await _watched(name, function(**arguments))
             else:
-                values = await loop.run_in_executor(executor, lambda: function(**arguments))
+                values = await _watched(name, loop.run_in_executor(executor, lambda: function(**arguments)))
                 if inspect.isawaitable(values):
-                    values = await values
-        except Exception as error:
+                    values = await _watched(name, values)
+        except (Exception, SystemExit) as error:
             raise RewardError(f"reward {name} raised {type(error).__name__}: {error}") from error
         return check_rewards(name, values, count)
 
