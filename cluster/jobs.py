@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ import psutil
 
 from slipstream.run_folder import RunFolder, append_jsonl, read_json, read_jsonl
 
+LEAST_ROOM = 1 << 16  # bytes
 JOB_MARK = "SLIPSTREAM_JOB"  # environment variable that every process of a job inherits
 
 
@@ -127,6 +129,14 @@ def find_process(pid: int, start_time: float) -> psutil.Process | None:
     return process
 
 
+def disk_is_full(run: RunFolder) -> bool:
+    """Whether the run's storage has no room left even for small files."""
+    try:
+        return shutil.disk_usage(run.path).free < LEAST_ROOM
+    except OSError:
+        return False
+
+
 def job_view(run: RunFolder, job: JobRecord) -> JobView:
     """State of a local job, by its controller's process and its exit record; UNKNOWN from another host."""
     if job.host != socket.gethostname():
@@ -135,7 +145,8 @@ def job_view(run: RunFolder, job: JobRecord) -> JobView:
         return JobView(JobState.RUNNING)
     record = exit_record(run, job)
     if record is None:
-        return JobView(JobState.FAILED, reason="its process is gone and left no exit record (killed, or out of memory)")
+        why = f"the disk of {run.path} is full" if disk_is_full(run) else "killed, or out of memory"
+        return JobView(JobState.FAILED, reason=f"its process is gone and left no exit record ({why})")
     code = int(record.get("returncode", 1))
     return JobView(
         JobState.FINISHED if code == 0 else JobState.FAILED,

@@ -166,9 +166,16 @@ class Heartbeat:
 
 
 def write_exit(
-    folder: RunFolder, role: str, incarnation: str, attempt: int, returncode: int, reason: str, log: Path
+    folder: RunFolder,
+    role: str,
+    incarnation: str,
+    attempt: int,
+    returncode: int,
+    reason: str,
+    log: Path,
+    lines: int = 30,
 ) -> None:
-    """Record how one start of a role ended; `reason` in plain words."""
+    """Record how one start of a role ended; `reason` in plain words, and the last `lines` of the log of a failure."""
     write_json(
         folder.exit_file(role, incarnation),
         {
@@ -179,7 +186,7 @@ def write_exit(
             "returncode": returncode,
             "reason": reason,
             "log": str(log),
-            "last_lines": "" if returncode == 0 else last_lines(log),
+            "last_lines": "" if returncode == 0 else last_lines(log, lines),
             "time": time.time(),
         },
     )

@@ -21,6 +21,10 @@ class RunFolderError(Exception):
     """A run folder is missing, exists already, or does not hold what it must."""
 
 
+class DamagedFile(RunFolderError, ValueError):
+    """A file of a run folder does not hold what it must; the text names it."""
+
+
 def fsync_folder(path: Path) -> None:
     """Make a rename in `path` durable, where the file system can."""
     with contextlib.suppress(OSError):
@@ -76,12 +80,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """The JSON value in `path`, or None where the file is not there. Raises ValueError on anything but JSON."""
+    """The JSON value in `path`, or None where the file is not there. Raises DamagedFile on anything but JSON."""
     for _ in range(3):  # NFS: a file replaced between open and read answers ESTALE once
         try:
-            return json.loads(path.read_text())
+            return json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
+        except ValueError as error:
+            raise DamagedFile(f"{path} is damaged, it is no JSON: {error}") from error
         except OSError as error:
             if error.errno != 116:
                 raise
@@ -96,15 +102,17 @@ def append_jsonl(path: Path, value: Any) -> None:
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """All complete lines of `path`; a torn last line (the writer died) is left out."""
+    """All objects in the lines of `path`; a torn last line (the writer died) and whatever is no object are left out."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
     values = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
-            values.append(json.loads(line))
+            value = json.loads(line)
+            if isinstance(value, dict):
+                values.append(value)
     return values
 
 

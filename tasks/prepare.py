@@ -84,13 +84,18 @@ def resume_prepare(run_dir: str | Path) -> Prepared:
         raise
 
 
-def _resume_claimed(run: RunFolder) -> Prepared:
-    from slipstream.learner.checkpoint import latest_complete
-
+def check_resumable(run: RunFolder) -> None:
+    """What can be refused before a resume begins. Raises ConfigError, and NothingToResume for a run that has finished."""
     if read_json(run.path / "result.json"):
         raise NothingToResume(f"{run.run_id} has finished: `slipstream report {run.path}` shows it")
     with origin(run):
         check(stored_config(run))
+
+
+def _resume_claimed(run: RunFolder) -> Prepared:
+    from slipstream.learner.checkpoint import latest_complete
+
+    check_resumable(run)
     supervisor = live_supervisor(run)
     if supervisor:
         raise NothingToResume(f"{run.run_id} is running ({supervisor}): stop it with `slipstream stop {run.path}`")
@@ -153,8 +158,9 @@ def origin(run: RunFolder) -> Iterator[None]:
 
 
 def log_event(run: RunFolder, attempt: int, event: str) -> None:
-    """Append to the supervisor's own event file of the attempt."""
-    append_jsonl(run.records(attempt) / "supervisor.jsonl", {"time": time.time(), "event": event})
+    """Append to the supervisor's own event file of the attempt, where the storage takes it: no run ends for a note."""
+    with contextlib.suppress(OSError):
+        append_jsonl(run.records(attempt) / "supervisor.jsonl", {"time": time.time(), "event": event})
 
 
 def _job_text(job: JobRecord) -> str:

@@ -13,10 +13,16 @@ GRACE_S = 40.0
 
 
 def request_cancel(run: RunFolder, who: str, why: str) -> bool:
-    """Record that the run is to stop; the first request is kept. Returns whether this was the first."""
+    """Record that the run is to stop; the first request is kept. Returns whether this was recorded.
+
+    A full disk must not keep anybody from stopping the jobs: what cannot be written is left out.
+    """
     if run.cancel_file.exists():
         return False
-    write_json(run.cancel_file, {"who": who, "why": why, "time": time.time()})
+    try:
+        write_json(run.cancel_file, {"who": who, "why": why, "time": time.time()})
+    except OSError:
+        return False
     return True
 
 

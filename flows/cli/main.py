@@ -130,9 +130,14 @@ def _train(path: Path, overrides: tuple[str, ...], dry: bool, again: list[str]) 
 @fail_plainly
 def resume(run: str, root: str | None) -> int:
     """Continue RUN (a path, or an id in the storage root) from its newest complete checkpoint."""
-    from flows.cli.session import run_resume
+    from tasks.claim import claim
+    from tasks.prepare import check_resumable
 
     folder = find_run(run, root)
+    claim(folder)  # held until this command ends; the flow claims and checks again
+    check_resumable(folder)
+    from flows.cli.session import run_resume
+
     return run_resume(folder, ["slipstream", "train", str(folder.run_file), "--set", "trainer.learning_rate=…"])
 
 

@@ -100,12 +100,12 @@ def render(snapshot: Snapshot, elapsed_s: float) -> RenderableType:
 
 
 class PlainPrinter:
-    """Prints each phase and each new logging window once."""
+    """Prints each phase and each new logging window once; the first `printed` windows are known already."""
 
-    def __init__(self, write: Callable[[str], None]) -> None:
+    def __init__(self, write: Callable[[str], None], printed: int = 0) -> None:
         self._write = write
         self._phase = ""
-        self._printed = 0
+        self._printed = printed
 
     def show(self, snapshot: Snapshot, elapsed_s: float) -> None:
         for window in snapshot.windows[self._printed :]:
@@ -136,7 +136,7 @@ def progress(run: RunFolder, console: Console | None = None) -> Iterator[None]:
 
         context: contextlib.AbstractContextManager[Any] = live
     else:
-        printer = PlainPrinter(lambda line: print(line, flush=True))
+        printer = PlainPrinter(lambda line: print(line, flush=True), printed=len(take_snapshot(run).windows))
 
         def show() -> None:
             printer.show(take_snapshot(run), elapsed())

@@ -12,11 +12,13 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
+from slipstream.learner.failure import first_failure
 from slipstream.process import how_ended, new_incarnation, on_terminate, spawn, stop, write_exit
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 
 ROLE = "learner"
+LOG_LINES = 60  # torchrun's own traceback and summary, about 40, come after the ranks'
 
 
 def read_config(run: RunFolder) -> RunConfig:
@@ -76,13 +78,15 @@ def run(run_dir: str | Path, attempt: int) -> int:
             code, reason = 0, f"stopped by {stopped_by[0]}"
         else:
             code = child.returncode
-            reason = "finished" if code == 0 else f"torchrun ended {how_ended(code)}"
+            reason = "finished"
+            if code != 0:
+                reason = first_failure(folder, attempt, log) or f"torchrun ended {how_ended(code)}"
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     finally:
         if child is not None:
             stop(child)
-        write_exit(folder, ROLE, incarnation, attempt, code, reason, log)
+        write_exit(folder, ROLE, incarnation, attempt, code, reason, log, lines=LOG_LINES)
     return code
 
 

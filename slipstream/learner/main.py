@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.learner.failure import record_failure
 from slipstream.learner.leader import read_config
 from slipstream.process import Heartbeat, die_with_parent, new_incarnation
 from slipstream.run_config import RunConfig, TrainerSection
@@ -133,7 +134,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         heartbeat = Heartbeat(run, "learner", arguments.attempt, new_incarnation()).start()
         heartbeat.update(phase="loading", step=0, max_steps=config.trainer.max_steps)
     reporter = Reporter(run, arguments.attempt, heartbeat) if main_rank else Reporter()
-    result = train(run, config, arguments.attempt, reporter, main_rank)
+    try:
+        result = train(run, config, arguments.attempt, reporter, main_rank)
+    except BaseException as error:
+        record_failure(run, arguments.attempt, int(os.environ.get("RANK", "0")), error)
+        raise
     if main_rank:
         reporter.result(result)
     if heartbeat is not None:

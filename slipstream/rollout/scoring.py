@@ -2,8 +2,10 @@
 
 import asyncio
 import inspect
+import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -11,6 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.rollout.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+SLOW_S = 30.0  # a reward that hangs must be in the log before the run counts as stuck
 
 RewardFunction = Callable[..., Any]
 # What a reward is always called with; a column of the dataset by one of these names does not reach it.
@@ -69,6 +75,18 @@ def _about(arguments: dict[str, Any]) -> str:
     return f" (first prompt: {prompts[0]!r:.300})" if prompts else ""
 
 
+async def _watched(name: str, values: Awaitable[Any]) -> Any:
+    """The awaited values; says every `SLOW_S` that they have not come yet."""
+    begun = time.monotonic()
+    future = asyncio.ensure_future(values)
+    try:
+        while not (await asyncio.wait([future], timeout=SLOW_S))[0]:
+            logger.warning("reward %s has not returned for %.0f s", name, time.monotonic() - begun)
+        return future.result()
+    finally:
+        future.cancel()
+
+
 async def score(
     functions: Sequence[RewardFunction],
     names: Sequence[str],
@@ -88,16 +106,21 @@ async def score(
     """
     loop = asyncio.get_running_loop()
 
-    async def call(function: RewardFunction) -> Any:
-        if is_async(function):
-            return await function(**arguments)
-        values = await loop.run_in_executor(executor, lambda: function(**arguments))
-        return await values if inspect.isawaitable(values) else values
+    async def call(name: str, function: RewardFunction) -> Any:
+        try:
+            if is_async(function):
+                return await function(**arguments)
+            values = await loop.run_in_executor(executor, lambda: function(**arguments))
+            return await values if inspect.isawaitable(values) else values
+        except SystemExit as error:  # a task that ends with it would end the whole loop
+            raise RewardError(f"reward {name} raised SystemExit: {error}") from error
 
     async def one(name: str, function: RewardFunction) -> NDArray[np.float64]:
         try:
             async with asyncio.timeout(timeout_s) as bound:
-                values = await call(function)
+                values = await _watched(name, call(name, function))
+        except RewardError as error:
+            raise RewardError(str(error) + _about(arguments)) from error.__cause__
         except Exception as error:
             if isinstance(error, TimeoutError) and bound.expired():
                 message = f"reward {name} did not return within reward_timeout = {timeout_s:g} s"

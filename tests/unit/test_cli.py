@@ -13,6 +13,8 @@ from click.testing import CliRunner
 from cluster.decide import Kind
 from flows.cli.main import main
 from slipstream.config_file import load_config, parse_config
+from slipstream.run_folder import RunFolder
+from tasks.claim import release
 from tasks.outcome import Outcome, RunFailed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +103,23 @@ def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [("result.json", "{}x", "result.json is damaged"), ("result.json", '{"steps": 1}', "has finished")],
+)
+def test_a_resume_is_refused_before_anything_starts(
+    cli: CliRunner, tmp_path: Path, name: str, content: str, words: str
+) -> None:
+    run = RunFolder.create(tmp_path, "r")
+    run.run_file.write_text("")
+    (run.path / name).write_text(content)
+    result = cli.invoke(main, ["resume", str(run.path)])
+    assert result.exit_code == 2
+    assert words in result.output
+    assert "starting Prefect" not in result.output
+    release(run)
 
 
 def test_a_failure_ends_with_the_way_on() -> None:

@@ -104,6 +104,14 @@ def test_the_plain_printer_says_each_thing_once() -> None:
     ]
 
 
+def test_what_a_resume_finds_is_not_printed_again() -> None:
+    lines: list[str] = []
+    printer = PlainPrinter(lines.append, printed=1)
+    for windows in ([WINDOW], [WINDOW, {**WINDOW, "step": 4}]):
+        printer.show(Snapshot("r", 2, phase="training", learner="training", windows=windows), 1.0)
+    assert [line.split("  ")[0] for line in lines if "step" in line] == ["[0:01] step 4"]
+
+
 def test_summary_and_status(run: RunFolder) -> None:
     run.begin_attempt(None, 0)
     write_json(run.path / "origin.json", {"cwd": "/", "time": 1000.0})

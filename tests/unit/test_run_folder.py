@@ -107,7 +107,10 @@ def test_a_reader_never_sees_a_part(tmp_path):
 def test_reading_json(tmp_path):
     assert read_json(tmp_path / "none.json") is None
     (tmp_path / "torn.json").write_text('{"a": ')
-    with pytest.raises(ValueError):
+    with pytest.raises(RunFolderError, match=r"torn\.json is damaged, it is no JSON"):
+        read_json(tmp_path / "torn.json")
+    (tmp_path / "torn.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"torn\.json is damaged"):
         read_json(tmp_path / "torn.json")
 
 
@@ -119,6 +122,9 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     with open(path, "a", encoding="utf-8") as file:
         file.write('{"c": ')
     assert read_jsonl(path) == [{"a": 1}, {"b": "ü\n"}]
+    with open(path, "ab") as damaged:
+        damaged.write(b'\n\xff\xfe\x00\n[1, 2]\n3\n{"d": 4}\n')
+    assert read_jsonl(path) == [{"a": 1}, {"b": "ü\n"}, {"d": 4}]
 
 
 def test_attempts_are_numbered_by_their_fences(tmp_path):

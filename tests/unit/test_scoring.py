@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from slipstream.rollout import scoring
 from slipstream.rollout.scoring import RewardError, reward_arguments, score, total_rewards, unique_names
 from tests.groups import make_group
 
@@ -47,6 +49,41 @@ def scaled(completion_ids, factor, **kwargs):
 
 def returns_coroutine(**kwargs):
     return awaited(**kwargs)
+
+
+def exits(**kwargs):
+    raise SystemExit(3)
+
+
+def test_a_reward_that_exits_is_an_error_with_its_name():
+    with pytest.raises(RewardError, match="reward exits raised SystemExit: 3"):
+        run([exits], {"completion_ids": [[1], [2]]})
+
+
+def test_a_reward_that_hangs_is_named_in_the_log(monkeypatch, caplog):
+    monkeypatch.setattr(scoring, "SLOW_S", 0.01)
+    said = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            said.set()
+
+    def hangs(completion_ids, **kwargs):
+        assert said.wait(30)
+        return [1.0] * len(completion_ids)
+
+    async def hangs_too(completion_ids, **kwargs):
+        while not said.is_set():
+            await asyncio.sleep(0.001)
+        return [1.0] * len(completion_ids)
+
+    listener = Listener()
+    monkeypatch.setattr(scoring.logger, "handlers", [listener])
+    for function in (hangs, hangs_too):
+        said.clear()
+        caplog.clear()
+        assert run([function], {"completion_ids": [[1], [2]]}).tolist() == [[1.0, 1.0]]
+        assert f"reward {function.__name__} has not returned" in caplog.text
 
 
 def test_what_was_generated_wins_over_a_column_of_its_name():

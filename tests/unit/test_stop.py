@@ -1,0 +1,54 @@
+"""Stopping where the storage takes no more writes, and what is said of a job that could not leave a record."""
+
+import shutil
+import subprocess
+import sys
+import time
+from collections import namedtuple
+
+import psutil
+import pytest
+
+import tasks.prepare
+import tasks.stop
+from cluster.jobs import JOB_MARK, JobRecord, JobState, job_view, record_job
+from slipstream.run_folder import RunFolder
+from tasks.stop import stop
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder.create(tmp_path, "run")
+    folder.begin_attempt(None, 0)
+    return folder
+
+
+def record(run, pid, start_time):
+    host = tasks.prepare.socket.gethostname()
+    return JobRecord("run", "learner", 1, "abcd", "local", str(pid), host, start_time, time.time(), "start")
+
+
+def full(*args):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_does_not_keep_jobs_alive(run, monkeypatch, request):
+    child = subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={JOB_MARK: "run/a1/learner/abcd"}
+    )
+    request.addfinalizer(child.communicate)
+    record_job(run, record(run, child.pid, psutil.Process(child.pid).create_time()))
+    monkeypatch.setattr(tasks.stop, "write_json", full)
+    monkeypatch.setattr(tasks.prepare, "append_jsonl", full)
+    assert [job.role for job in stop(run, "me", "why", grace_s=20)] == ["learner"]
+    assert not psutil.pid_exists(child.pid)
+    tasks.prepare.log_event(run, 1, "not written")
+
+
+@pytest.mark.parametrize(("free", "words"), [(0, "is full"), (1 << 30, "killed, or out of memory")])
+def test_a_job_without_a_record_on_a_full_disk(run, monkeypatch, free, words):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, free))
+    view = job_view(run, record(run, 2**22 + 1, 0.0))  # above the largest pid
+    assert view.state is JobState.FAILED
+    assert words in view.reason
