@@ -20,13 +20,14 @@ lint: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-test-fast: setup  ## types, style and the tests that start no server
+test-fast: setup  ## types, style and the unit tests
 	@$(MAKE) --no-print-directory lint
-	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/unit
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 tests/unit
 
-test: setup  ## everything
+test: setup  ## everything: unit tests, exactness of model and loss, then real servers, learners and flows
 	@$(MAKE) --no-print-directory lint
-	HF_HUB_OFFLINE=1 $(PY) -m pytest tests
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 tests/unit tests/model
+	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/integration
 
 clean:
 	rm -rf .venv .venv-vllm runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

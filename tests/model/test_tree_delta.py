@@ -17,7 +17,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from slipstream.packing.attention import TreeLayout, delta, tree_forward, use_tree_attention
-from tests.unit.test_tree_attention import check_equals_alone, long_row
+from tests.model.test_tree_attention import check_equals_alone, long_row
 
 SIZES = {
     "vocab_size": 40,
