@@ -285,3 +285,23 @@ def test_a_group_is_placed_by_the_rules(groups, ranks, slack):
         if rest:
             assert all(batch.rows), "no row stays empty while samples are turned away"
             break
+
+
+def test_what_is_shared_is_seen_past_the_sequences_of_other_rows():
+    """Inserted before another one, whose distance to its predecessor changes with that."""
+    index = PrefixIndex(2)
+    for row, ids in enumerate([[1, 5, 5, 5], [1, 5, 5, 4]]):
+        trie = sort_sequences([np.array(ids, np.int32)])
+        index.insert(trie, index.locate(trie), row)
+    trie = sort_sequences([np.array([1, 5, 5, 6], np.int32)])
+    assert index.shared(trie, index.locate(trie)).tolist() == [[2, 2]]
+
+
+def test_a_group_goes_where_its_prefix_makes_it_cheaper():
+    """Row 1 costs less by itself, but row 0 holds five of the group's seven nodes."""
+    batch = MicroBatch(2, 60)
+    held, other, shared = [7] * 6 + [1], [8] * 6, [7] * 6 + [9]
+    for ids in (held, other, shared):
+        assert batch.offer([sample_of(ids, [True] * len(ids))]) == []
+    assert [len(samples) for samples in batch.rows] == [2, 1]
+    assert batch.costs.tolist() == [28 + 6 + 7, 21]
