@@ -23,6 +23,7 @@ import httpx
 from slipstream.process import last_lines, spawn, stop
 
 START_TIMEOUT_S = 180.0
+REACH_TIMEOUT_S = 30.0
 QUIET = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 # Nothing is scheduled and nobody looks at this server: its background services and its UI would only cost CPU.
 PRIVATE = {
@@ -57,6 +58,18 @@ def configured_api(environment: dict[str, str] | None = None) -> str | None:
     return str(url) if url else None
 
 
+def check_reachable(url: str) -> None:
+    """Raise PrefectUnavailable where nothing answers at a configured URL: it is often one that was forgotten."""
+    try:
+        httpx.get(f"{url.rstrip('/')}/health", timeout=REACH_TIMEOUT_S)  # any answer will do, also one that wants a key
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        where = "the environment" if os.environ.get("PREFECT_API_URL") else "Prefect's active profile"
+        raise PrefectUnavailable(
+            f"PREFECT_API_URL = {url!r} (from {where}) does not answer ({str(error) or type(error).__name__}): start that "
+            "server, or unset the variable (prefect config unset PREFECT_API_URL): then this command starts a private one"
+        ) from None
+
+
 @contextlib.contextmanager
 def prefect_api(home: Path, log_name: str) -> Iterator[str]:
     """The API's URL, with the environment set so that prefect uses it; a private server is stopped at the end.
@@ -68,6 +81,7 @@ def prefect_api(home: Path, log_name: str) -> Iterator[str]:
     os.environ |= QUIET
     url = configured_api()
     if url:
+        check_reachable(url)
         yield url
         return
     home = Path(os.environ.get("PREFECT_HOME") or home).absolute()

@@ -85,9 +85,15 @@ def resume_prepare(run_dir: str | Path) -> Prepared:
 
 
 def check_resumable(run: RunFolder) -> None:
-    """What can be refused before a resume begins. Raises ConfigError, and NothingToResume for a run that has finished."""
+    """What can be refused before a resume begins. Raises ConfigError, and NothingToResume for a run that has finished.
+
+    The caller has claimed the run: of a finished one, whose flow may have been killed before, what still runs is stopped.
+    """
     if read_json(run.path / "result.json"):
-        raise NothingToResume(f"{run.run_id} has finished: `slipstream report {run.path}` shows it")
+        with uninterrupted():
+            stopped = "" if live_supervisor(run) else ", ".join(map(_job_text, cancel_jobs(all_jobs(run))))
+        left = f" (stopped what was left running: {stopped})" if stopped else ""
+        raise NothingToResume(f"{run.run_id} has finished: `slipstream report {run.path}` shows it{left}")
     with origin(run):
         check(stored_config(run))
 

@@ -10,6 +10,8 @@ from slipstream.run_folder import RunFolder, read_json, write_json
 
 # torchrun's summary of the first failure
 _KILLED = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: -\d+ \(pid: \d+\)\s*\((SIG\w+)\)?", re.DOTALL)
+# the line of a traceback that names the error; its text may go on over further lines
+_NAMED = re.compile(r"^[\w.]+(?:Error|Exception|Exit|Interrupt)\b")
 LONGEST = 500
 
 
@@ -18,9 +20,12 @@ def _file(run: RunFolder, attempt: int, rank: int) -> Path:
 
 
 def in_short(error: BaseException) -> str:
-    """One line: the kind and first line of an error, and the last line where it carries another process's traceback."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    text = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}" if "Traceback" in str(error) else "; ".join(lines)
+    """One line: kind and text of an error; where it carries another process's traceback, that one's last error."""
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()] or [""]
+    text = "; ".join(line.strip() for line in lines)
+    if "Traceback" in str(error):
+        named = [i for i, line in enumerate(lines) if _NAMED.match(line)]
+        text = f"{lines[0]} {'; '.join(lines[named[-1] if named else -1 :])}"
     return f"{type(error).__name__}: {text}"[:LONGEST]
 
 

@@ -30,7 +30,7 @@ from slipstream.process import (
     write_exit,
 )
 from slipstream.run_config import RunConfig
-from slipstream.run_folder import RunFolder, write_json
+from slipstream.run_folder import RunFolder, read_json, write_json
 from slipstream.serving.command import LOOPBACK, server_command, vllm_python
 from slipstream.serving.control import ServerControl, ServerError
 from slipstream.serving.guard import Guard
@@ -41,6 +41,7 @@ ROLE = "server-0"
 PORT_TRIES = 5
 WATCH_INTERVAL_S = 5.0
 CALL_TIMEOUT_S = 30.0
+ABANDONED_S = 180.0  # a live supervisor beats every two seconds, and stops the server within as many
 PORT_TAKEN = re.compile(r"address already in use|errno 98", re.IGNORECASE)
 
 
@@ -64,6 +65,33 @@ def required(config: RunConfig) -> dict[str, Any]:
         "sampling_mask": config.trainer.top_k > 0 and config.server.gpus > 0,
         "lora_rank": config.learner.lora_rank if config.learner.use_lora and config.server.enable_lora else None,
     }
+
+
+class Abandoned:
+    """Whether nobody needs the server any more: the learner has ended, and the flow that would stop the server is dead.
+
+    A server that outlives its run would hold its GPUs until somebody notices.
+    """
+
+    def __init__(self, run: RunFolder, attempt: int) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._beat: Any = None
+        self._since: float | None = None
+
+    def look(self, now: float) -> bool:
+        """One look at `now` (monotonic, in seconds); True once both have held for `ABANDONED_S`."""
+        try:
+            beat = read_json(self._run.heartbeat_file("supervisor"))
+            records = [read_json(path) or {} for path in (self._run.path / "exit").glob("learner-*.json")]
+        except (OSError, ValueError):  # a file system that stumbles proves nothing
+            return False
+        ended = any(record.get("attempt") == self._attempt for record in records)
+        if not ended or beat != self._beat:
+            self._beat, self._since = beat, None
+        if ended and self._since is None:
+            self._since = now
+        return self._since is not None and now - self._since > ABANDONED_S
 
 
 class Leader:
@@ -152,8 +180,11 @@ class Leader:
     def _watch(self, control: ServerControl) -> tuple[int, str]:
         assert self._child is not None
         next_look = 0.0
+        abandoned = Abandoned(self.run, self.attempt)
         while self._child.poll() is None and self.signal is None:
             if time.monotonic() >= next_look:
+                if abandoned.look(time.monotonic()):
+                    return 0, "the learner has ended, and no supervisor lives to stop the server"
                 with contextlib.suppress(ServerError):  # a busy or frozen server shows as progress that stands still
                     self.heartbeat.update(progress=generated_tokens(control.metrics()))
                 next_look = time.monotonic() + WATCH_INTERVAL_S

@@ -121,7 +121,7 @@ def test_the_private_api_refuses_strangers_and_ctrl_c_leaves_nothing(
     slipstream: Callable[..., Command], tmp_path: Path, home: Path
 ) -> None:
     command = slipstream(*train(tmp_path), faults="learner:hang")
-    command.wait_for("step 2/5")
+    command.wait_for("] step 2")  # the total comes with a later heartbeat on a busy machine
     server = command.prefect_server()
     (listening,) = {c.laddr for c in server.net_connections() if c.status == psutil.CONN_LISTEN}
     assert listening.ip == "127.0.0.1"
@@ -150,7 +150,7 @@ def test_a_killed_flow_leaves_jobs_that_stop_ends_and_resume_goes_on(
     slipstream: Callable[..., Command], tmp_path: Path
 ) -> None:
     command = slipstream(*train(tmp_path), faults="learner:hang")
-    command.wait_for("step 2/5")
+    command.wait_for("] step 2")  # the total comes with a later heartbeat on a busy machine
     server = command.prefect_server()
     command.process.kill()
     command.process.wait()

@@ -25,8 +25,10 @@ def test_the_first_error_counts(run):
 
 
 def test_an_error_with_a_traceback_of_another_process_is_told_by_its_ends():
-    text = 'the process failed:\nTraceback (most recent call last):\n  File "a.py"\nRewardError: reward f raised X\n'
-    assert in_short(RuntimeError(text)) == "RuntimeError: the process failed: RewardError: reward f raised X"
+    text = 'the process failed:\nTraceback (most recent call last):\n  File "a.py"\nKeyError: 1\n\nThe cause:\n\nTraceback\n'
+    text += '  File "b.py"\nslipstream.RewardError: reward f raised X\nsecond line\n'
+    short = "RuntimeError: the process failed: slipstream.RewardError: reward f raised X; second line"
+    assert in_short(RuntimeError(text)) == short
     assert in_short(RuntimeError("- a\n- b")) == "RuntimeError: - a; - b"
     assert in_short(ValueError()) == "ValueError: "
     assert len(in_short(ValueError("x" * 10_000))) <= 500

@@ -7,9 +7,18 @@ import pytest
 
 from slipstream.config_file import dump_config
 from slipstream.run_config import RunConfig
-from slipstream.run_folder import RunFolder, read_json, write_atomic
+from slipstream.run_folder import RunFolder, read_json, write_atomic, write_json
 from slipstream.serving import main as main_module
-from slipstream.serving.main import PORT_TRIES, Leader, StartError, generated_tokens, required, run
+from slipstream.serving.main import (
+    ABANDONED_S,
+    PORT_TRIES,
+    Abandoned,
+    Leader,
+    StartError,
+    generated_tokens,
+    required,
+    run,
+)
 
 PORT_IS_TAKEN = "import sys; print('OSError: [Errno 98] Address already in use', sys.argv); sys.exit(1)"
 
@@ -83,3 +92,22 @@ def test_generated_tokens_are_summed_over_engines() -> None:
     )
     assert generated_tokens(metrics) == 1507
     assert generated_tokens("") == 0
+
+
+def test_a_server_whose_learner_and_supervisor_are_gone_is_abandoned(tmp_path: Path) -> None:
+    folder, _ = make_run(tmp_path)
+    abandoned = Abandoned(folder, 2)
+    late = ABANDONED_S + 1
+    write_json(folder.heartbeat_file("supervisor"), {"counter": 1})
+    assert [abandoned.look(t * late) for t in range(3)] == [False] * 3, "the learner lives"
+    write_json(folder.path / "exit" / "learner-aa.json", {"attempt": 1})
+    assert [abandoned.look(t * late) for t in range(3, 6)] == [False] * 3, "another attempt's learner"
+    write_json(folder.path / "exit" / "learner-bb.json", {"attempt": 2})
+    assert not abandoned.look(6 * late)
+    write_json(folder.heartbeat_file("supervisor"), {"counter": 2})
+    assert not abandoned.look(7 * late), "the supervisor lives"
+    (folder.path / "exit" / "learner-cc.json").write_text("{torn")
+    assert not abandoned.look(8 * late), "nothing is known"
+    (folder.path / "exit" / "learner-cc.json").unlink()
+    assert not abandoned.look(7 * late + 1)
+    assert abandoned.look(8 * late + 1)

@@ -13,6 +13,7 @@ import tasks.prepare
 import tasks.stop
 from cluster.jobs import JOB_MARK, JobRecord, JobState, job_view, record_job
 from slipstream.run_folder import RunFolder
+from tasks.outcome import NothingToResume
 from tasks.stop import stop
 
 
@@ -32,16 +33,31 @@ def full(*args):
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_does_not_keep_jobs_alive(run, monkeypatch, request):
-    child = subprocess.Popen(
-        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={JOB_MARK: "run/a1/learner/abcd"}
-    )
-    request.addfinalizer(child.communicate)
+@pytest.fixture
+def job(run):
+    """A process of the run's learner job."""
+    mark = {JOB_MARK: "run/a1/learner/abcd"}
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=mark)
     record_job(run, record(run, child.pid, psutil.Process(child.pid).create_time()))
+    yield child
+    child.kill()
+    child.communicate()
+
+
+def test_a_resume_of_a_finished_run_stops_what_a_killed_flow_left(run, job):
+    (run.path / "result.json").write_text('{"attempt": 1}')
+    with pytest.raises(NothingToResume, match=r"has finished.*\(stopped what was left running: learner"):
+        tasks.prepare.check_resumable(run)
+    assert not psutil.pid_exists(job.pid)
+    with pytest.raises(NothingToResume, match=r"shows it$"):
+        tasks.prepare.check_resumable(run)
+
+
+def test_a_full_disk_does_not_keep_jobs_alive(run, job, monkeypatch):
     monkeypatch.setattr(tasks.stop, "write_json", full)
     monkeypatch.setattr(tasks.prepare, "append_jsonl", full)
     assert [job.role for job in stop(run, "me", "why", grace_s=20)] == ["learner"]
-    assert not psutil.pid_exists(child.pid)
+    assert not psutil.pid_exists(job.pid)
     tasks.prepare.log_event(run, 1, "not written")
 
 
