@@ -5,7 +5,6 @@ import math
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback
+from transformers import AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback
 
-from slipstream.algorithm.loss import LossSettings, ratio_stats, token_loss
+from slipstream.algorithm.loss import LossSettings, token_loss
 from slipstream.config import AsyncGRPOConfig
 from slipstream.data import fingerprint
 from slipstream.learner import checkpoint as ckpt
@@ -25,14 +24,15 @@ from slipstream.learner.feed import PlannedMicroBatch, StepPlan
 from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.live import LivePipeline
 from slipstream.learner.narrator import Narrator, known_without_a_step
+from slipstream.learner.observe import row_observations
 from slipstream.learner.pipeline import Pipeline
+from slipstream.learner.preparation import as_dict, check_dataset, check_rewards, eos_ids, load_model, warn_dropout
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.router_loss import router_loss
 from slipstream.learner.speed import SpeedMeter, device_peak, synchronize
 from slipstream.learner.sync import PolicySync
 from slipstream.metrics.verdict import Limits
 from slipstream.metrics.window import Window
-from slipstream.packing.attention import use_tree_attention
 from slipstream.packing.trie import pack
 from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.main_module import stop_here_in_rollout_process
@@ -114,13 +114,19 @@ class AsyncGRPOTrainer(Trainer):
         stop_here_in_rollout_process()
         args = args if args is not None else AsyncGRPOConfig()
         self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
-        self._check_arguments(args, train_dataset, peft_config, tools, environment_factory)
-        loaded, name = self._load_model(model, args)
+        check_dataset(train_dataset)
+        check_rewards(self.reward_funcs)
+        if peft_config is not None:
+            check_adapter(peft_config)
+        for name, value in (("tools", tools), ("environment_factory", environment_factory)):
+            if value:
+                raise ValueError(f"{name} is not supported yet: leave it out")
+        loaded, name = load_model(model, args)
         if processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(
                 name,
                 trust_remote_code=args.trust_remote_code,
-                revision=_as_dict(args.model_init_kwargs).get("revision"),
+                revision=as_dict(args.model_init_kwargs).get("revision"),
             )
         if not getattr(processing_class, "chat_template", None):
             raise ValueError(
@@ -157,7 +163,7 @@ class AsyncGRPOTrainer(Trainer):
         )
         self.add_callback(_Hooks(self))
         self.model.config.use_cache = False
-        self._warn_dropout()
+        warn_dropout(self.model)
         self._objects = (
             dist.new_group(backend="gloo", timeout=WAIT_FOR_ROLLOUTS) if self.accelerator.num_processes > 1 else None
         )
@@ -172,76 +178,10 @@ class AsyncGRPOTrainer(Trainer):
             args.epsilon if args.epsilon_high is None else args.epsilon_high,
         )
 
-    # ---- construction
-
-    def _check_arguments(self, args: Any, dataset: Any, peft_config: Any, tools: Any, environment: Any) -> None:
-        if dataset is None:
-            raise ValueError("train_dataset is missing: pass rows with a conversational 'prompt' column")
-        if hasattr(dataset, "__len__") and len(dataset) == 0:
-            raise ValueError("train_dataset is empty")
-        columns = getattr(dataset, "column_names", None)
-        if columns is not None and "prompt" not in columns:
-            raise ValueError(f"train_dataset has no 'prompt' column, only {', '.join(columns)}")
-        row: dict[str, Any] = next(iter(dataset), {})
-        first = row.get("prompt")
-        if not (
-            isinstance(first, list) and first and isinstance(first[0], dict) and {"role", "content"} <= set(first[0])
-        ):
-            raise ValueError(
-                f"train_dataset: 'prompt' must be a list of messages with role and content, not {first!r:.200}; for plain "
-                'text use [{"role": "user", "content": text}]'
-            )
-        if not self.reward_funcs:
-            raise ValueError("reward_funcs is missing: pass one function or a list of them")
-        for function in self.reward_funcs:
-            if not callable(function):
-                raise ValueError(
-                    f"reward_funcs: {function!r} is not callable; a reward model must be behind a function"
-                )
-        if peft_config is not None:
-            check_adapter(peft_config)
-        for name, value in (("tools", tools), ("environment_factory", environment)):
-            if value:
-                raise ValueError(f"{name} is not supported yet: leave it out")
-
-    @staticmethod
-    def _load_model(model: str | PreTrainedModel, args: AsyncGRPOConfig) -> tuple[PreTrainedModel, str]:
-        if not isinstance(model, str):
-            use_tree_attention(model, args.device)
-            return model, model.config._name_or_path
-        kwargs = {"dtype": args.dtype, **_as_dict(args.model_init_kwargs)}
-        if kwargs.pop("attn_implementation", None) is not None:
-            warnings.warn(
-                "model_init_kwargs: attn_implementation is left out: packed rows need tree attention", stacklevel=3
-            )
-        loaded = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=args.trust_remote_code, **kwargs)
-        use_tree_attention(loaded, args.device)
-        return loaded, model
-
-    def _warn_dropout(self) -> None:
-        found = {
-            name: value
-            for name, value in self.model.config.to_dict().items()
-            if "dropout" in name and isinstance(value, (int, float)) and value > 0
-        }
-        found.update(
-            {name: m.p for name, m in self.model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0}
-        )
-        if found:
-            name, value = next(iter(found.items()))
-            warnings.warn(
-                f"the model has {name} = {value}: with dropout the ratio of trainer to sampler differs from 1 even for "
-                "fresh samples; set it to 0 in the model's config",
-                stacklevel=3,
-            )
-
     @property
     def eos_token_ids(self) -> list[int]:
         """EOS: the generation config's list and the tokenizer's."""
-        found = getattr(self.model.generation_config, "eos_token_id", None)
-        ids = list(found) if isinstance(found, (list, tuple)) else [found]
-        ids.append(self.processing_class.eos_token_id)
-        return sorted({int(i) for i in ids if i is not None})
+        return eos_ids(self.model, self.processing_class)
 
     # ---- training
 
@@ -412,30 +352,8 @@ class AsyncGRPOTrainer(Trainer):
             loss = loss + self._router.coefficient * share * router
             self._window.add("aux_loss", router.item())
         if row.num_terms:
-            self._observe(row, terms, entropy)
+            self._window.add_all(row_observations(row, terms, entropy, self._settings))
         return (loss, terms) if return_outputs else loss
-
-    def _observe(self, row: Any, terms: Any, entropy: torch.Tensor) -> None:
-        stats, count, add = ratio_stats(terms, self._settings), row.num_terms, self._window.add
-        add("sampling/sampling_logp_difference/mean", stats.logp_difference.mean().item(), count)
-        add("sampling/sampling_logp_difference/max", stats.logp_difference.max().item())
-        add("sampling/importance_sampling_ratio/mean", stats.ratio.mean().item(), count)
-        add("sampling/importance_sampling_ratio/min", stats.ratio.min().item())
-        add("sampling/importance_sampling_ratio/max", stats.ratio.max().item())
-        add("sampling/masked_mean", stats.masked.float().mean().item(), count)
-        if self._settings.score_centering:
-            add("sampling/sampler_mass", stats.sampler_mass.mean().item(), count)
-        add("entropy", entropy.mean().item(), count)
-        owner = torch.from_numpy(row.sample).long()
-        sizes = torch.bincount(owner, minlength=row.num_samples).clamp_min(1)
-        for side, clipped in (("low", stats.clipped_low.cpu()), ("high", stats.clipped_high.cpu())):
-            share = torch.bincount(owner, weights=clipped.double(), minlength=row.num_samples) / sizes
-            add(f"clip_ratio/{side}_mean", clipped.float().mean().item(), count)
-            add(
-                f"clip_ratio/{side}_{'min' if side == 'low' else 'max'}",
-                (share.min() if side == "low" else share.max()).item(),
-            )
-        add("clip_ratio/region_mean", (stats.clipped_low | stats.clipped_high).float().mean().item(), count)
 
     def _finish_step(self) -> None:
         """The optimizer has stepped: settle the step's prompts, and deliver the new policy."""
@@ -603,7 +521,3 @@ class AsyncGRPOTrainer(Trainer):
 
 def _identity(batch: Any) -> Any:
     return batch
-
-
-def _as_dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
