@@ -33,6 +33,8 @@ from slipstream.config_file import parse_config
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 
+pytestmark = pytest.mark.integration
+
 STANDINS = Path(__file__).resolve().parents[1] / "standins"
 LOCAL = ClusterProfile(executor="local")
 

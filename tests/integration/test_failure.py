@@ -8,6 +8,8 @@ import pytest
 from slipstream.learner.failure import first_failure, in_short, record_failure
 from slipstream.run_folder import RunFolder
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def run(tmp_path):
