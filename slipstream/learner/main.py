@@ -74,7 +74,17 @@ def adapter_config(config: RunConfig) -> Any:
     return LoraConfig(r=section.lora_rank, lora_alpha=section.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
 
 
-def train(run: RunFolder, config: RunConfig, attempt: int, reporter: Any, main_rank: bool) -> dict[str, Any]:
+def on_gpu(gpus: int, available: bool) -> bool:
+    """Whether this rank trains on a GPU. Raises RuntimeError where one was asked for and none is there."""
+    if gpus > 0 and not available:
+        raise RuntimeError(
+            f"learner.gpus = {gpus}, but torch sees no GPU on this node: check the allocation and torch's build, or set "
+            "learner.gpus = 0 to train on CPU"
+        )
+    return gpus > 0
+
+
+def train(run: RunFolder, config: RunConfig, attempt: int, reporter: Any) -> dict[str, Any]:
     """Build the trainer of this rank and train; what `result.json` says."""
     import torch
     from datasets.utils import logging as datasets_logging
@@ -94,7 +104,7 @@ def train(run: RunFolder, config: RunConfig, attempt: int, reporter: Any, main_r
     reporter.phase("waiting for the server")
     endpoint = wait_for_endpoint(run, attempt, config.server.startup_timeout + 60)
     reporter.phase("loading the model")
-    has_gpu = config.learner.gpus > 0 and torch.cuda.is_available()
+    has_gpu = on_gpu(config.learner.gpus, torch.cuda.is_available())
     args = AsyncGRPOConfig(**trainer_arguments(config, run, attempt, endpoint, has_gpu))
     trainer = AsyncGRPOTrainer(
         config.model.name,
@@ -135,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         heartbeat.update(phase="loading", step=0, max_steps=config.trainer.max_steps)
     reporter = Reporter(run, arguments.attempt, heartbeat) if main_rank else Reporter()
     try:
-        result = train(run, config, arguments.attempt, reporter, main_rank)
+        result = train(run, config, arguments.attempt, reporter)
     except BaseException as error:
         record_failure(run, arguments.attempt, int(os.environ.get("RANK", "0")), error)
         raise
