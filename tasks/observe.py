@@ -12,7 +12,9 @@ from tasks.claim import superseded
 
 WRITERS = {"server": "server-0", "learner": "learner", "rollout": "rollout"}
 # Phases in which the learner loads; in any other it has begun to work.
-LOADING = frozenset({"starting", "loading", "waiting for the server", "loading the model", "delivering weights"})
+LOADING = frozenset(
+    {"starting", "loading", "waiting for the server", "loading the model", "probing the server", "delivering weights"}
+)
 
 
 def heartbeat(run: RunFolder, writer: str, attempt: int) -> dict[str, Any]:

@@ -13,11 +13,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.snapshot import HELD_OUT, REWARD, Snapshot, take_snapshot
+from flows.cli.snapshot import (
+    HELD_OUT,
+    HELD_OUT_OF_ONE,
+    OF_ONE,
+    REWARD,
+    Snapshot,
+    history,
+    reward_functions,
+    take_snapshot,
+)
 from slipstream.run_folder import RunFolder
 
 TICKS = "▁▂▃▄▅▆▇█"
 REFRESH_S = 0.5
+History = list[tuple[int, float]]
 
 # label, metric, format; what is shown beside the reward
 COLUMNS: tuple[tuple[str, str, str], ...] = (
@@ -57,6 +67,9 @@ def window_line(window: dict[str, Any], max_steps: int, elapsed_s: float) -> str
     for label, name in (("reward", REWARD), ("held-out reward", HELD_OUT)):
         if name in window:
             parts.append(f"{label} {_value(window, name, '{:.3f}')}")
+    for function in reward_functions(window):
+        name = OF_ONE if OF_ONE.format(function) in window else HELD_OUT_OF_ONE
+        parts.append(f"{function} {_value(window, name.format(function), '{:.3f}')}")
     parts += [f"{label} {_value(window, name, form)}" for label, name, form in COLUMNS if name in window]
     parts += [str(window[name]).split(":")[0] for name in ("verdict",) if name in window]
     return "  ".join(parts)
@@ -69,6 +82,16 @@ def phase_text(snapshot: Snapshot) -> str:
     if snapshot.phase == "training" and snapshot.learner:
         return snapshot.learner
     return snapshot.phase
+
+
+def _add_reward(table: Table, label: str, training: History, held_out: History) -> None:
+    rewards = [value for _, value in training]
+    recent = f"{rewards[-1]:.3f}" if rewards else "–"
+    change = f"held out {held_out[0][1]:.3f}" if held_out else ""
+    change += f" → {held_out[-1][1]:.3f}" if len(held_out) > 1 else ""
+    table.add_row(
+        label, Text(recent, style="bold green"), Text(sparkline(rewards), style="green"), Text(change, style="bold")
+    )
 
 
 def render(snapshot: Snapshot, elapsed_s: float) -> RenderableType:
@@ -87,13 +110,10 @@ def render(snapshot: Snapshot, elapsed_s: float) -> RenderableType:
         ProgressBar(total=total or 1, completed=snapshot.step if total else 0, width=40),
     )
     table = Table.grid(padding=(0, 2))
-    rewards = [value for _, value in snapshot.rewards]
-    recent = f"{rewards[-1]:.3f}" if rewards else "–"
-    table.add_row("reward", Text(recent, style="bold green"), Text(sparkline(rewards), style="green"))
-    if snapshot.held_out:
-        (_, first), (_, last) = snapshot.held_out[0], snapshot.held_out[-1]
-        change = f"{first:.3f}" + (f" → {last:.3f}" if len(snapshot.held_out) > 1 else "")
-        table.add_row("held-out reward", Text(change, style="bold"), "")
+    _add_reward(table, "reward", snapshot.rewards, snapshot.held_out)
+    for function in snapshot.functions:
+        training = history(snapshot.windows, OF_ONE.format(function))
+        _add_reward(table, f"  {function}", training, history(snapshot.windows, HELD_OUT_OF_ONE.format(function)))
     rest = "   ".join(f"{label} {_value(snapshot.metrics, name, form)}" for label, name, form in COLUMNS)
     words = [snapshot.words[name] for name in ("verdict", "saturation") if name in snapshot.words]
     return Group(head, bar, table, Text(rest), *(Text(text, style="dim") for text in words))

@@ -1,6 +1,8 @@
 """What the displays show of a run, read from its folder alone."""
 
+import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +11,7 @@ from tasks.observe import endpoint, heartbeat
 
 REWARD = "reward"
 HELD_OUT = "eval/reward"
+OF_ONE, HELD_OUT_OF_ONE = "rewards/{}/mean", "eval/rewards/{}"  # of one reward function
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Snapshot:
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: list[tuple[int, float]] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
+    functions: list[str] = field(default_factory=list)  # rewards by name, where there are several
     windows: list[dict[str, Any]] = field(default_factory=list)
     words: dict[str, str] = field(default_factory=dict)  # the newest of each text
 
@@ -55,9 +59,18 @@ def take_snapshot(run: RunFolder) -> Snapshot:
         metrics=metrics,
         rewards=history(windows, REWARD),
         held_out=history(windows, HELD_OUT),
+        functions=reward_functions(metrics),
         windows=windows,
         words=words,
     )
+
+
+def reward_functions(metrics: Iterable[str]) -> list[str]:
+    """Names of the reward functions, from the names of metrics; none where it is only one, which is the reward."""
+    patterns = [re.compile(re.escape(form).replace(r"\{\}", "(.+)")) for form in (OF_ONE, HELD_OUT_OF_ONE)]
+    found = [match[1] for name in metrics for pattern in patterns if (match := pattern.fullmatch(name))]
+    names = list(dict.fromkeys(found))
+    return names if len(names) > 1 else []
 
 
 def history(windows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
@@ -65,9 +78,9 @@ def history(windows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]
     return [(int(w.get("step", 0)), float(w[name])) for w in windows if isinstance(w.get(name), int | float)]
 
 
-def held_out_before_after(run: RunFolder) -> tuple[float | None, float | None]:
-    """The first and the last held-out reward of the run; None where it was not measured."""
-    values = history(list(run.merged_records("metrics.jsonl")), HELD_OUT)
+def held_out_before_after(run: RunFolder, name: str = HELD_OUT) -> tuple[float | None, float | None]:
+    """The first and the last held-out reward of the run (or another metric); None where it was not measured."""
+    values = history(list(run.merged_records("metrics.jsonl")), name)
     before = values[0][1] if values else None
     after = values[-1][1] if len(values) > 1 else None
     return before, after

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from cluster.jobs import job_view, latest_job
 from flows.cli.progress import clock, phase_text
-from flows.cli.snapshot import held_out_before_after, take_snapshot, wall_time_s
+from flows.cli.snapshot import HELD_OUT_OF_ONE, held_out_before_after, take_snapshot, wall_time_s
 from slipstream.run_folder import RunFolder, read_json
 
 
@@ -24,6 +24,7 @@ def summary(run: RunFolder, again: Sequence[str]) -> str:
     lines = [
         f"{run.run_id} has finished",
         f"  held-out reward  {_reward(before)} → {_reward(after)}",
+        *(f"    {line}" for line in _held_out_of_each(run, snapshot.functions)),
         f"  steps            {result.get('steps', snapshot.step)}",
         f"  wall time        {clock(seconds) if seconds is not None else 'unknown'}",
         f"  checkpoints      {checkpoints}",
@@ -33,6 +34,12 @@ def summary(run: RunFolder, again: Sequence[str]) -> str:
         f"  {shlex.join(again)}",
     ]
     return "\n".join(lines)
+
+
+def _held_out_of_each(run: RunFolder, functions: Sequence[str]) -> list[str]:
+    """The held-out reward of each function, before and after, where it was measured."""
+    found = [(name, *held_out_before_after(run, HELD_OUT_OF_ONE.format(name))) for name in functions]
+    return [f"{name}  {_reward(before)} → {_reward(after)}" for name, before, after in found if before is not None]
 
 
 def status(run: RunFolder) -> str:

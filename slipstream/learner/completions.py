@@ -26,17 +26,23 @@ def _cell(text: str) -> Text:
 
 
 def completions_table(rows: Sequence[dict[str, Any]], step: int) -> Table:
-    """A table of prompt, completion, reward and advantage."""
+    """A table of prompt, completion, reward and advantage; a prompt that is the same as above is not repeated."""
     table = Table(title=f"completions at step {step}", show_lines=True, expand=True)
     table.add_column("prompt", ratio=2)
     table.add_column("completion", ratio=3)
     table.add_column("reward", justify="right", width=9)
     table.add_column("advantage", justify="right", width=9)
+    above = None
     for row in rows:
+        prompt = as_text(row["prompt"])
         reward = "unscored" if row["reward"] is None else f"{row['reward']:.3f}"
         table.add_row(
-            _cell(as_text(row["prompt"])), _cell(as_text(row["completion"])), reward, f"{row['advantage']:+.3f}"
+            _cell("″" if prompt == above else prompt),
+            _cell(as_text(row["completion"])),
+            reward,
+            f"{row['advantage']:+.3f}",
         )
+        above = prompt
     return table
 
 

@@ -37,7 +37,7 @@ class LivePipeline(Pipeline):
         self._control = ServerControl(
             config.vllm_server_base_url, config.vllm_server_token_file, config.vllm_server_timeout
         )
-        trainer.reporter.phase("waiting for the server")
+        trainer.reporter.phase("probing the server")
         self._control.wait_healthy(config.vllm_server_timeout)
         self.capabilities = probe(self._control)
         max_model_len = self._check_server(config)

@@ -90,6 +90,8 @@ PANELS: tuple[Panel, ...] = (
     ),
 )
 
+REWARD_FUNCTION = re.compile(r"rewards/(.+)/mean|eval/rewards/(.+)")
+
 STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #111827; background: #f9fafb; margin: 0; }
@@ -131,6 +133,26 @@ def write_report(run: RunFolder) -> Path:
     )
     write_atomic(run.report_file, page)
     return run.report_file
+
+
+def panels(windows: Iterable[dict[str, Any]]) -> tuple[Panel, ...]:
+    """The panels of a run: where several functions make up the reward, one for each of them follows the reward's."""
+    found = (match for window in windows for name in window if (match := REWARD_FUNCTION.fullmatch(name)))
+    names = list(dict.fromkeys(match[1] or match[2] for match in found))
+    if len(names) < 2:
+        return PANELS
+    each = [
+        Panel(
+            f"Reward: {name}",
+            "mean reward",
+            (
+                Curve(f"rewards/{name}/mean", "training, without dropped groups"),
+                Curve(f"eval/rewards/{name}", "held out", ORANGE, marked=True),
+            ),
+        )
+        for name in names
+    ]
+    return (PANELS[0], *each, *PANELS[1:])
 
 
 def series(windows: Iterable[dict[str, Any]], metric: str) -> tuple[list[int], list[float]]:
@@ -238,9 +260,9 @@ def _header(run: RunFolder, windows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _curves(run: RunFolder, windows: Sequence[dict[str, Any]]) -> list[str]:
     starts = [int(run.fence(attempt).get("step", 0)) for attempt in run.attempts()[1:]]
-    panels = [(panel, draw(panel, windows, starts)) for panel in PANELS]
+    drawn = [(panel, draw(panel, windows, starts)) for panel in panels(windows)]
     lines = ["<h2>Curves</h2>", '<div class="panels">']
-    for panel, svg in panels:
+    for panel, svg in drawn:
         body = svg or '<p class="none">Nothing recorded.</p>'
         lines.append(f'<div class="panel"><b>{_text(panel.title)}</b>{body}</div>')
     return [*lines, "</div>"]

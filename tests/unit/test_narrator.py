@@ -176,6 +176,13 @@ def printed(*args) -> str:
     return out.getvalue()
 
 
+def test_the_prompt_of_a_group_is_printed_once() -> None:
+    rows = [row(1.0, "four"), row(0.0, "five"), {**row(0.0, "six"), "prompt": "3+3"}, row(0.0, "seven")]
+    text = printed(rows, 7, None)
+    assert text.count("[bold]2+2[/bold]") == 2
+    assert text.count("″") == 1
+
+
 def test_completions_are_printed_as_they_are() -> None:
     text = printed([row(1.0, "four"), row(None, "[red]five")], 7, None)
     for part in (

@@ -53,6 +53,30 @@ def test_a_window_as_a_plain_line() -> None:
     assert window_line({"step": 0, "eval/reward": 0.31}, 0, 0) == "[0:00] step 0  held-out reward 0.310"
 
 
+def test_several_reward_functions_are_shown_one_by_one(run: RunFolder) -> None:
+    run.begin_attempt(None, 0)
+    before = {"step": 0, "eval/reward": 0.3, "eval/rewards/right": 0.1, "eval/rewards/shape": 0.2}
+    window = {"step": 1, "reward": 0.5, "rewards/right/mean": 0.15, "rewards/shape/mean": 0.35}
+    after = {"step": 1, "eval/reward": 1.5, "eval/rewards/right": 0.55, "eval/rewards/shape": 0.95}
+    for line in (before, window, after):
+        append_jsonl(run.records(1) / "metrics.jsonl", line)
+    assert window_line(window, 0, 0) == "[0:00] step 1  reward 0.500  right 0.150  shape 0.350"
+    assert window_line(before, 0, 0) == "[0:00] step 0  held-out reward 0.300  right 0.100  shape 0.200"
+    text = shown(take_snapshot(run))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "reward 0.500 ▁ held out 0.300 → 1.500" in lines
+    assert "right 0.150 ▁ held out 0.100 → 0.550" in lines
+    assert "shape 0.350 ▁ held out 0.200 → 0.950" in lines
+    assert "    shape  0.200 → 0.950" in summary(run, ["slipstream"])
+
+
+def test_one_reward_function_is_the_reward(run: RunFolder) -> None:
+    run.begin_attempt(None, 0)
+    window = {"step": 1, "reward": 0.5, "eval/rewards/right": 0.5, "rewards/right/mean": 0.4}
+    append_jsonl(run.records(1) / "metrics.jsonl", window)
+    assert "right" not in window_line(window, 0, 0) + shown(take_snapshot(run)) + summary(run, ["slipstream"])
+
+
 def test_a_run_in_preparation_while_loading_and_while_training(run: RunFolder) -> None:
     assert phase_text(take_snapshot(run)) == "preparing"
     run.begin_attempt(None, 0)

@@ -69,6 +69,22 @@ def test_the_page_stands_alone_and_has_every_panel(run: RunFolder) -> None:
     assert "1.000 → 4.000" in text
 
 
+def test_each_of_several_reward_functions_has_a_panel(run: RunFolder) -> None:
+    record(run, 1, range(1, 5))
+    line = {"step": 0, "eval/rewards/right": 0.1, "eval/rewards/shape": 0.2}
+    append_jsonl(run.records(1) / "metrics.jsonl", line)
+    text = write_report(run).read_text()
+    assert text.count("<svg") == len(PANELS) + 2
+    assert text.index("Reward: right") < text.index("Reward: shape") < text.index("Loss and gradient norm")
+    assert "Nothing recorded." not in text
+
+
+def test_one_reward_function_has_no_panel_of_its_own(run: RunFolder) -> None:
+    record(run, 1, range(1, 5))
+    append_jsonl(run.records(1) / "metrics.jsonl", {"step": 4, "rewards/right/mean": 0.1, "eval/rewards/right": 0.1})
+    assert write_report(run).read_text().count("<svg") == len(PANELS)
+
+
 def test_a_run_that_failed_early_has_a_report_with_its_failure(run: RunFolder) -> None:
     outcome = {"attempt": 1, "kind": "fail", "reason": "no <luck>", "last_lines": "line & line"}
     write_json(run.path / "outcome.json", outcome)
