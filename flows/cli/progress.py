@@ -20,9 +20,9 @@ from flows.cli.snapshot import (
     REWARD,
     Snapshot,
     history,
-    reward_functions,
     take_snapshot,
 )
+from slipstream.metrics.report import reward_functions
 from slipstream.run_folder import RunFolder
 
 TICKS = "▁▂▃▄▅▆▇█"
@@ -67,7 +67,7 @@ def window_line(window: dict[str, Any], max_steps: int, elapsed_s: float) -> str
     for label, name in (("reward", REWARD), ("held-out reward", HELD_OUT)):
         if name in window:
             parts.append(f"{label} {_value(window, name, '{:.3f}')}")
-    for function in reward_functions(window):
+    for function in reward_functions([window]):
         name = OF_ONE if OF_ONE.format(function) in window else HELD_OUT_OF_ONE
         parts.append(f"{function} {_value(window, name.format(function), '{:.3f}')}")
     parts += [f"{label} {_value(window, name, form)}" for label, name, form in COLUMNS if name in window]

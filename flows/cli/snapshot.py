@@ -1,11 +1,10 @@
 """What the displays show of a run, read from its folder alone."""
 
-import re
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.metrics.report import reward_functions
 from slipstream.run_folder import RunFolder, read_json
 from tasks.observe import endpoint, heartbeat
 
@@ -59,18 +58,10 @@ def take_snapshot(run: RunFolder) -> Snapshot:
         metrics=metrics,
         rewards=history(windows, REWARD),
         held_out=history(windows, HELD_OUT),
-        functions=reward_functions(metrics),
+        functions=reward_functions(windows),
         windows=windows,
         words=words,
     )
-
-
-def reward_functions(metrics: Iterable[str]) -> list[str]:
-    """Names of the reward functions, from the names of metrics; none where it is only one, which is the reward."""
-    patterns = [re.compile(re.escape(form).replace(r"\{\}", "(.+)")) for form in (OF_ONE, HELD_OUT_OF_ONE)]
-    found = [match[1] for name in metrics for pattern in patterns if (match := pattern.fullmatch(name))]
-    names = list(dict.fromkeys(found))
-    return names if len(names) > 1 else []
 
 
 def history(windows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:

@@ -137,10 +137,6 @@ def write_report(run: RunFolder) -> Path:
 
 def panels(windows: Iterable[dict[str, Any]]) -> tuple[Panel, ...]:
     """The panels of a run: where several functions make up the reward, one for each of them follows the reward's."""
-    found = (match for window in windows for name in window if (match := REWARD_FUNCTION.fullmatch(name)))
-    names = list(dict.fromkeys(match[1] or match[2] for match in found))
-    if len(names) < 2:
-        return PANELS
     each = [
         Panel(
             f"Reward: {name}",
@@ -150,9 +146,16 @@ def panels(windows: Iterable[dict[str, Any]]) -> tuple[Panel, ...]:
                 Curve(f"eval/rewards/{name}", "held out", ORANGE, marked=True),
             ),
         )
-        for name in names
+        for name in reward_functions(windows)
     ]
     return (PANELS[0], *each, *PANELS[1:])
+
+
+def reward_functions(windows: Iterable[dict[str, Any]]) -> list[str]:
+    """Names of the reward functions; none where it is only one, which is the reward."""
+    found = (match for window in windows for name in window if (match := REWARD_FUNCTION.fullmatch(name)))
+    names = list(dict.fromkeys(match[1] or match[2] for match in found))
+    return names if len(names) > 1 else []
 
 
 def series(windows: Iterable[dict[str, Any]], metric: str) -> tuple[list[int], list[float]]:
@@ -231,12 +234,12 @@ def _header(run: RunFolder, windows: Sequence[dict[str, Any]]) -> list[str]:
     outcome = read_json(run.path / "outcome.json")
     outcome = outcome if isinstance(outcome, dict) else {}
     attempts = run.attempts()
-    _, held_out = series(windows, "eval/reward")
     _, rewards = series(windows, "reward")
     steps = max((int(w.get("step", 0)) for w in windows), default=0)
     times = [float(w["time"]) for w in windows if isinstance(w.get("time"), int | float)]
     facts = [
-        ("held-out reward", " → ".join(_number(value) for value in dict.fromkeys(held_out[:1] + held_out[-1:])) or "–"),
+        ("held-out reward", _first_to_last(windows, "eval/reward")),
+        *((f"held-out {name}", _first_to_last(windows, f"eval/rewards/{name}")) for name in reward_functions(windows)),
         ("last training reward", _number(rewards[-1] if rewards else None)),
         ("optimizer steps", str(steps)),
         ("minutes of training", f"{(max(times) - min(times)) / 60:.1f}" if times else "–"),
@@ -256,6 +259,11 @@ def _header(run: RunFolder, windows: Sequence[dict[str, Any]]) -> list[str]:
         lines += ["<h2>Failure</h2>", f'<div class="fact failed">{_text(outcome.get("reason", ""))}</div>']
         lines += [f"<pre>{_text(outcome['last_lines'])}</pre>"] if outcome.get("last_lines") else []
     return lines
+
+
+def _first_to_last(windows: Sequence[dict[str, Any]], metric: str) -> str:
+    _, values = series(windows, metric)
+    return " → ".join(_number(value) for value in (values[:1] if len(values) < 2 else (values[0], values[-1]))) or "–"
 
 
 def _curves(run: RunFolder, windows: Sequence[dict[str, Any]]) -> list[str]:

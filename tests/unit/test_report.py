@@ -71,10 +71,12 @@ def test_the_page_stands_alone_and_has_every_panel(run: RunFolder) -> None:
 
 def test_each_of_several_reward_functions_has_a_panel(run: RunFolder) -> None:
     record(run, 1, range(1, 5))
-    line = {"step": 0, "eval/rewards/right": 0.1, "eval/rewards/shape": 0.2}
-    append_jsonl(run.records(1) / "metrics.jsonl", line)
+    for step, value in ((0, 0.2), (4, 0.9)):
+        line = {"step": step, "eval/rewards/right": 0.1, "eval/rewards/shape": value}
+        append_jsonl(run.records(1) / "metrics.jsonl", line)
     text = write_report(run).read_text()
     assert text.count("<svg") == len(PANELS) + 2
+    assert "<b>0.200 → 0.900</b><span>held-out shape</span>" in text
     assert text.index("Reward: right") < text.index("Reward: shape") < text.index("Loss and gradient norm")
     assert "Nothing recorded." not in text
 
