@@ -32,6 +32,18 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
+def check_evaluation(dataset: Any, args: Any) -> None:
+    """Raise ValueError where evaluations are asked for, but there is nothing to evaluate on."""
+    if dataset is not None:
+        return
+    if args.eval_strategy != "no":
+        raise ValueError(
+            f'eval_strategy = {args.eval_strategy.value!r}: there is no eval_dataset; pass one, or set eval_strategy="no"'
+        )
+    if args.eval_on_start:
+        raise ValueError("eval_on_start = True: there is no eval_dataset; pass one, or set eval_on_start=False")
+
+
 def check_rewards(functions: list[Any]) -> None:
     """Raise ValueError where there is no reward function, or something that is none."""
     if not functions:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.memory import clear_device_cache
 from transformers import AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback
 
 from slipstream.algorithm.loss import LossSettings, token_loss
@@ -26,7 +27,15 @@ from slipstream.learner.live import LivePipeline
 from slipstream.learner.narrator import Narrator, known_without_a_step
 from slipstream.learner.observe import row_observations
 from slipstream.learner.pipeline import Pipeline
-from slipstream.learner.preparation import as_dict, check_dataset, check_rewards, eos_ids, load_model, warn_dropout
+from slipstream.learner.preparation import (
+    as_dict,
+    check_dataset,
+    check_evaluation,
+    check_rewards,
+    eos_ids,
+    load_model,
+    warn_dropout,
+)
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.router_loss import router_loss
 from slipstream.learner.speed import SpeedMeter, device_peak, synchronize
@@ -115,6 +124,7 @@ class AsyncGRPOTrainer(Trainer):
         args = args if args is not None else AsyncGRPOConfig()
         self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
         check_dataset(train_dataset)
+        check_evaluation(eval_dataset, args)
         check_rewards(self.reward_funcs)
         if peft_config is not None:
             check_adapter(peft_config)
@@ -191,6 +201,8 @@ class AsyncGRPOTrainer(Trainer):
         Raises CheckpointError on an incomplete checkpoint or one of another dataset, RolloutWorkerError, TransferError.
         """
         config = self.args
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = config.resume_from_checkpoint
         if resume_from_checkpoint is True:
             found = ckpt.complete_checkpoints(Path(str(config.output_dir)))
             if not found:
@@ -209,8 +221,9 @@ class AsyncGRPOTrainer(Trainer):
                 self._pipeline = self.make_pipeline(end, self._resumed)
             output = super().train(resume_from_checkpoint or None, *args, **kwargs)
             self._save_last()
-            if self.eval_dataset is not None and config.eval_strategy == "no":
-                self.evaluate()
+            evaluated = self.evaluations[-1]["step"] if self.evaluations else -1
+            if self.eval_dataset is not None and evaluated != self.state.global_step:
+                self.evaluate()  # the end of the data comes unannounced
             self.reporter.phase("finished", step=self.state.global_step)
             return output
         finally:
@@ -330,10 +343,16 @@ class AsyncGRPOTrainer(Trainer):
             loss = self.compute_loss(model, inputs)
         synchronize(self.args.device)
         self._forward_s += time.monotonic() - begun
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         self.accelerator.backward(loss)
         synchronize(self.args.device)
         self._forward_backward_s += time.monotonic() - begun
         return loss.detach()
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Counted from the step's plan: what a rank gets does not say what the others forward."""
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
