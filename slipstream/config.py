@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import transformers
 from annotated_types import Ge, Gt, Le, Lt
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from slipstream import inherited_arguments as inherited
 from slipstream.config_rules import Impossible, Problem, contradictions, remarks
@@ -58,7 +60,7 @@ class AsyncGRPOConfig(TrainingArguments):
         default=True, metadata={"help": "Always true: a live rollout queue cannot be replayed by skipping batches."}
     )
     report_to: str | list[str] | None = field(default="none", metadata={"help": "Integrations to log to."})
-    optim: str = field(default="adamw_torch_fused", metadata={"help": "The optimizer."})
+    optim: OptimizerNames | str = field(default="adamw_torch_fused", metadata={"help": "The optimizer."})
 
     # the model
     model_init_kwargs: dict[str, Any] | str | None = field(
@@ -150,7 +152,13 @@ class AsyncGRPOConfig(TrainingArguments):
         """Refuse what cannot work, and warn about what has no effect; before transformers changes any value."""
         values = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
         default = {f.name: _plain(f.default) for f in dataclasses.fields(self)}
-        problems = [*_own_problems(values), *_bound_problems(values), *inherited.problems(values), *inherited.launch_problems(os.environ)]
+        problems = [
+            *inherited.version_problems(transformers.__version__),
+            *_own_problems(values),
+            *_bound_problems(values),
+            *inherited.problems(values),
+            *inherited.launch_problems(os.environ),
+        ]
         faulty = {key for key, _, _ in problems}
         comparable = {key: default[key] if key in faulty else value for key, value in values.items()}
         problems += [p for p in contradictions(comparable) if p[0] not in faulty]

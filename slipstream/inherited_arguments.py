@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from slipstream.config_rules import Problem
 
+OLDEST = (5, 2)  # release of transformers
 Treatment = Literal["honoured", "limited", "refused", "warned", "irrelevant"]
 
 
@@ -336,7 +337,11 @@ def _useless(v: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
             bool(v["fsdp_config"]) and not v["fsdp"] and _is_fsdp2(v["fsdp_config"]),
             "needs fsdp=True, or leave it out",
         ),
-        ("hub_strategy", v["hub_strategy"] == "end" and not v["push_to_hub"], "needs push_to_hub=True, or leave it out"),
+        (
+            "hub_strategy",
+            v["hub_strategy"] == "end" and not v["push_to_hub"],
+            "needs push_to_hub=True, or leave it out",
+        ),
         ("hub_always_push", v["hub_always_push"] and not v["push_to_hub"], "needs push_to_hub=True, or leave it out"),
         (
             "hub_always_push",
@@ -350,7 +355,9 @@ def _useless(v: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
         ("trackio_bucket_id", None),
         ("trackio_static_space_id", None),
     ):
-        found.append((key, not trackio and v.get(key, default) != default, 'needs report_to="trackio", or leave it out'))
+        found.append(
+            (key, not trackio and v.get(key, default) != default, 'needs report_to="trackio", or leave it out')
+        )
     return found
 
 
@@ -395,6 +402,13 @@ def device_problems(gpus: int) -> list[Problem]:
         f"torchrun --nproc-per-node {gpus} your_script.py, or show it one GPU with CUDA_VISIBLE_DEVICES=0"
     )
     return [("n_gpu", gpus, message)]
+
+
+def version_problems(version: str) -> list[Problem]:
+    """What is wrong with the installed `version` of transformers."""
+    if tuple(int(part) for part in version.split(".")[:2]) >= OLDEST:
+        return []
+    return [("transformers", version, f"is too old: pip install -U 'transformers>={'.'.join(map(str, OLDEST))}'")]
 
 
 def launch_problems(environment: Mapping[str, str]) -> list[Problem]:

@@ -122,7 +122,8 @@ class AsyncGRPOTrainer(Trainer):
     ) -> None:
         stop_here_in_rollout_process()
         args = args if args is not None else AsyncGRPOConfig()
-        self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
+        alone = callable(reward_funcs) or isinstance(reward_funcs, str)
+        self.reward_funcs: list[Any] = [reward_funcs] if alone else list(reward_funcs or [])  # type: ignore[arg-type]
         check_dataset(train_dataset)
         check_evaluation(eval_dataset, args)
         check_rewards(self.reward_funcs)
@@ -487,6 +488,7 @@ class AsyncGRPOTrainer(Trainer):
         metrics = {f"eval_{name}": value for name, value in box[0].items()}
         self.log({f"eval/{name}": value for name, value in box[0].items()})
         self.evaluations.append({"step": self.state.global_step, **box[0]})
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     # ---- checkpoints

@@ -14,76 +14,19 @@ from transformers import TrainingArguments
 from slipstream.config import AsyncGRPOConfig
 from slipstream.preflight import without_effect
 from slipstream.run_config import RunConfig, TrainerSection
+from tests.page_signature import FACTORY, PAGE
 
 ROOT = Path(__file__).resolve().parents[2]
+FIELDS = {f.name: f for f in dataclasses.fields(AsyncGRPOConfig)}
 
-# the specification page's signature: the fields of the algorithm
-OWN = {
-    "model_init_kwargs": None,
-    "dtype": "float32",
-    "trust_remote_code": False,
-    "router_aux_loss_coef": None,
-    "num_generations": 8,
-    "max_completion_length": 2048,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": None,
-    "chat_template_kwargs": None,
-    "max_tool_calling_iterations": None,
-    "vllm_server_base_url": "http://localhost:8000",
-    "vllm_server_timeout": 1800.0,
-    "epsilon": 0.2,
-    "epsilon_high": None,
-    "score_centering": True,
-    "vllm_importance_sampling_clip_min": 0.5,
-    "vllm_importance_sampling_clip_max": 5.0,
-    "num_sampler_logprobs": 8,
-    "token_budget": None,
-    "max_concurrent_rollouts": 512,
-    "max_staleness": 4,
-    "weight_sync_steps": 1,
-    "rollout_worker_timeout": 300.0,
-    "log_completions": False,
-    "num_completions_to_print": None,
-}
-# and those of TrainingArguments, where a value says anything; the second group differs from transformers' own
-INHERITED = {
-    "per_device_train_batch_size": 8,
-    "num_train_epochs": 3.0,
-    "max_steps": -1,
-    "lr_scheduler_kwargs": None,
-    "warmup_steps": 0,
-    "optim": "adamw_torch_fused",
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "gradient_accumulation_steps": 1,
-    "average_tokens_across_devices": True,
-    "max_grad_norm": 1.0,
-    "label_smoothing_factor": 0.0,
-    "fp16": False,
-    "use_liger_kernel": False,
-    "logging_strategy": "steps",
-    "logging_first_step": False,
-    "report_to": "none",
-    "eval_strategy": "no",
-    "save_strategy": "steps",
-    "save_steps": 500,
-    "save_total_limit": None,
-    "seed": 42,
-    "remove_unused_columns": True,
-    "train_sampling_strategy": "random",
-    "full_determinism": False,
-    "use_cpu": False,
-} | {
-    "learning_rate": 1e-6,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "gradient_checkpointing": True,
-    "bf16": None,
-    "ignore_data_skip": True,
+# beyond the page: a newer release's name for an argument, and where the run is
+BEYOND_THE_PAGE = {
+    "activation_checkpointing",
+    "activation_checkpointing_kwargs",
+    "vllm_server_token_file",
+    "reward_timeout",
+    "run_dir",
+    "attempt",
 }
 
 
@@ -98,41 +41,60 @@ def plain(value):
     return getattr(value, "value", value)
 
 
-@pytest.mark.parametrize(("name", "default"), [*OWN.items(), *INHERITED.items()])
-def test_a_default_is_the_specification_s(name, default):
-    field = {f.name: f for f in dataclasses.fields(AsyncGRPOConfig)}[name]
-    assert plain(field.default) == default
-    assert type(plain(field.default)) is type(default) or isinstance(default, (int, float))
+def kinds(annotation):
+    """The members of a union, in the page's spelling."""
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return {part.replace("dict[str, typing.Any]", "dict") for part in text.split(" | ")}
+
+
+@pytest.mark.parametrize("name", PAGE)
+def test_type_and_default_are_the_specification_s(name):
+    field, (kind, default) = FIELDS[name], PAGE[name]
+    assert kinds(field.type) == kinds(kind)
+    if default is FACTORY:
+        assert field.default is dataclasses.MISSING
+    else:
+        assert plain(field.default) == default
+        assert type(plain(field.default)) is type(default) or isinstance(default, (int, float))
+
+
+def test_no_field_is_missing_and_none_is_added_unseen():
+    assert set(FIELDS) - set(PAGE) == BEYOND_THE_PAGE
+    assert set(PAGE) <= set(FIELDS)
 
 
 def test_after_construction_too():
-    config = make()
-    decided = {"bf16": True, "epsilon_high": 0.2, "report_to": [], "use_cpu": True}
-    for name, default in (OWN | INHERITED | decided).items():
-        assert plain(getattr(config, name)) == default, name
+    """But for what transformers and the page derive from others."""
+    derived = {
+        "output_dir": "trainer_output",
+        "bf16": True,
+        "epsilon_high": 0.2,
+        "report_to": [],
+        "use_cpu": True,
+        "debug": [],
+        "include_for_metrics": [],
+        "ddp_find_unused_parameters": False,
+        "dataloader_pin_memory": False,  # on CPU
+        "disable_tqdm": False,
+    }
+    config = make(disable_tqdm=False)
+    for name, (_, default) in PAGE.items():
+        if name not in ("accelerator_config", "local_rank"):
+            assert plain(getattr(config, name)) == derived.get(name, default), name
 
 
 def test_every_own_field_has_a_help_text():
-    for field in dataclasses.fields(AsyncGRPOConfig):
-        if field.name in OWN:
-            assert field.metadata.get("help"), field.name
-
-
-def test_it_adds_nothing_else_but_where_the_run_is():
-    own = {f.name for f in dataclasses.fields(AsyncGRPOConfig)} - {
-        f.name for f in dataclasses.fields(TrainingArguments)
-    }
-    assert own - set(OWN) == {"vllm_server_token_file", "reward_timeout", "run_dir", "attempt"}
-    assert set(OWN) <= own
+    inherited = {f.name for f in dataclasses.fields(TrainingArguments)}
+    for name, field in FIELDS.items():
+        assert name in inherited or field.metadata.get("help"), name
 
 
 def test_the_configuration_file_has_the_same_defaults():
     """For every name that both have."""
-    fields = {f.name: f for f in dataclasses.fields(AsyncGRPOConfig)}
-    common = [name for name in TrainerSection.model_fields if name in fields and name != "report_to"]
+    common = [name for name in TrainerSection.model_fields if name in FIELDS and name != "report_to"]
     assert len(common) > 25
     for name in common:
-        assert plain(fields[name].default) == TrainerSection.model_fields[name].default, name
+        assert plain(FIELDS[name].default) == TrainerSection.model_fields[name].default, name
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, True), ({"bf16": False}, False), ({"fp16": True}, False)])

@@ -83,7 +83,7 @@ def test_the_example_in_the_message_is_valid(tmp_path: Path) -> None:
         ("trainer={bf16=true,fp16=true}", "trainer.bf16", "= true: excludes fp16 = true"),
         ("trainer.max_steps=0", "trainer.max_steps", "= 0: trains nothing: set it to -1"),
         ("trainer.lr_scheduler_type=cosine", "trainer.lr_scheduler_type", "needs max_steps of at least 1"),
-        ("trainer.warmup_steps=5", "trainer.warmup_steps", '= 5: the constant schedule has no warm-up'),
+        ("trainer.warmup_steps=5", "trainer.warmup_steps", "= 5: the constant schedule has no warm-up"),
         ("trainer.max_concurrent_rollouts=4", "trainer.max_concurrent_rollouts", "num_generations = 8"),
         ("trainer.num_sampler_logprobs=0", "trainer.num_sampler_logprobs", "or set score_centering = false"),
         ("trainer.eval_steps=5", "trainer.eval_steps", "= 5: needs held-out prompts: set data.eval_source"),

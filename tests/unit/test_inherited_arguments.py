@@ -9,8 +9,8 @@ import pytest
 from accelerate.parallelism_config import ParallelismConfig
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
-from transformers.training_args import OptimizerNames
 from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
 
 from slipstream.config import AsyncGRPOConfig
 from slipstream.config_rules import Impossible
@@ -267,7 +267,10 @@ def test_what_makes_sense_is_accepted_without_a_word(changes):
 def test_a_copy_of_a_configuration_is_accepted_too():
     """transformers fills in values after construction; they must not be taken for given ones."""
     config = make(
-        max_steps=10, eval_strategy="steps", gradient_checkpointing_kwargs={"use_reentrant": False}, lr_scheduler_type="linear"
+        max_steps=10,
+        eval_strategy="steps",
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        lr_scheduler_type="linear",
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
