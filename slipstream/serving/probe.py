@@ -71,7 +71,9 @@ def probe(control: ServerControl) -> Capabilities:
     if isinstance(info, dict):
         facts |= describe(info)
     elif paused:
-        raise ServerError("/is_paused", 200, "the server is paused and does not describe itself: POST /resume to it first")
+        raise ServerError(
+            "/is_paused", 200, "the server is paused and does not describe itself: POST /resume to it first"
+        )
     else:
         facts |= _measure(control, facts["model"])
     return Capabilities(**facts)
