@@ -69,6 +69,10 @@ def test_killed_during_a_delivery_and_resumed_ends_at_the_same_last_step(
     run = learner_run(tmp_path / "runs", "delivery", vllm_server, data, max_steps=40)
     with learner(run, 1) as leader:
         wait_for(lambda: step_of(run) >= 2, "the second step", 180)
+        family = psutil.Process(leader.pid).children(recursive=True)
+        heard = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert heard
+        assert set(heard) <= {"127.0.0.1", "::1"}, "nothing of a learner can be reached from elsewhere"
         kill_during_a_delivery(leader, vllm_server)
         wait_for(lambda: leader.poll() is not None, "the end of the learner after a rank was killed")
     with vllm_server.control() as control:
