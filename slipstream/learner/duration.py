@@ -26,7 +26,12 @@ class Duration:
         return 0 if self.max_steps == sys.maxsize else self.max_steps
 
 
-def plan_duration(max_steps: int, num_train_epochs: float, num_prompts: int | None) -> Duration:
+def num_prompts(dataset: Any) -> int | None:
+    """Prompts in a dataset; None for an iterable one."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def plan_duration(max_steps: int, num_train_epochs: float, prompts: int | None) -> Duration:
     """`max_steps` above 0 decides alone, and the prompts repeat as needed; otherwise each epoch is a pass over them.
 
     A fraction of an epoch is rounded up to whole prompts. Raises ValueError for what has no meaning.
@@ -35,8 +40,8 @@ def plan_duration(max_steps: int, num_train_epochs: float, num_prompts: int | No
         return Duration(max_steps)
     if not 0 < num_train_epochs < math.inf:
         raise ValueError(f"num_train_epochs={num_train_epochs}: it must be above 0, or set max_steps")
-    if num_prompts is not None:
-        return Duration(sys.maxsize, end=math.ceil(Fraction(str(num_train_epochs)) * num_prompts))
+    if prompts is not None:
+        return Duration(sys.maxsize, end=math.ceil(Fraction(str(num_train_epochs)) * prompts))
     if num_train_epochs != int(num_train_epochs):
         raise ValueError(
             f"num_train_epochs={num_train_epochs}: train_dataset is iterable, so its length and where a part of an epoch "
@@ -90,3 +95,18 @@ def nothing_left(planned: Duration, step: int, first_unsettled: int, epochs_over
     if planned.epochs is not None and epochs_over >= planned.epochs:
         return "the checkpoint has every pass of num_train_epochs behind it: raise num_train_epochs to train on"
     return ""
+
+
+def realign(scheduler: Any, optimizer: Any) -> None:
+    """Set the learning rate of the step reached by the schedule as it is now: a loaded one still has that of its own.
+
+    Of the schedules that are functions of the step; the others have no other value at a step than the loaded one.
+    """
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's wrapper
+    functions = getattr(scheduler, "lr_lambdas", None)
+    if functions is None:
+        return
+    rates = [base * f(scheduler.last_epoch) for base, f in zip(scheduler.base_lrs, functions, strict=True)]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates

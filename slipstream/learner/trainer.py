@@ -18,7 +18,7 @@ from slipstream.data import fingerprint
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.adapter import add_adapter, check_adapter
 from slipstream.learner.completions import print_completions
-from slipstream.learner.duration import Duration, plan_duration
+from slipstream.learner.duration import Duration, num_prompts, plan_duration, realign
 from slipstream.learner.feed import PlannedMicroBatch, StepPlan
 from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.live import LivePipeline
@@ -115,6 +115,7 @@ class AsyncGRPOTrainer(Trainer):
         args = args if args is not None else AsyncGRPOConfig()
         self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
         check_dataset(train_dataset)
+        planned = plan_duration(args.max_steps, args.num_train_epochs, num_prompts(train_dataset))
         check_rewards(self.reward_funcs)
         if peft_config is not None:
             check_adapter(peft_config)
@@ -151,16 +152,21 @@ class AsyncGRPOTrainer(Trainer):
         self._optimizer_begun = self._step_begun = time.monotonic()
         self._forward_s = self._forward_backward_s = 0.0
         self.evaluations: list[dict[str, float]] = []
-        super().__init__(
-            model=loaded,
-            args=args,
-            data_collator=_identity,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
+        # transformers refuses an iterable dataset without max_steps
+        max_steps, args.max_steps = args.max_steps, planned.max_steps
+        try:
+            super().__init__(
+                model=loaded,
+                args=args,
+                data_collator=_identity,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+            )
+        finally:
+            args.max_steps = max_steps
         self.add_callback(_Hooks(self))
         self.model.config.use_cache = False
         warn_dropout(self.model)
@@ -238,7 +244,7 @@ class AsyncGRPOTrainer(Trainer):
     @property
     def num_prompts(self) -> int | None:
         """Prompts in the training data; None for an iterable dataset."""
-        return len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+        return num_prompts(self.train_dataset)
 
     @property
     def data_fingerprint(self) -> str:
@@ -254,6 +260,8 @@ class AsyncGRPOTrainer(Trainer):
     def _start_pipeline(self) -> None:
         """The model is loaded, prepared and (on resume) restored: deliver it, then let generation begin."""
         version = self._resumed[0].model_version if self._resumed else 0
+        if self._resumed is not None:
+            realign(self.lr_scheduler, self.optimizer)
         if self._pipeline is not None:
             self._sync = self._pipeline.make_sync(version)
             self._pipeline.start(version, self.state.global_step)
