@@ -134,6 +134,3 @@ def test_a_loop_s_own_state_survives_a_kill(vllm_server: VllmServer, tmp_path: P
     assert again == {row for row in range(NUM_ROWS) if row % KEPT == 0}, "the second process knows what the first saw"
     state = RolloutState.read(complete_checkpoints(run.output(number))[-1][1])
     assert state.loop_state["lives"] == 2
-    for line in lines:  # before step s the policy is version s - 1; the bound holds across the resume
-        if line["versions"]:
-            assert line["step"] - 1 - line["versions"][0] <= 4 + (len(line["outcomes"]) > 1)
