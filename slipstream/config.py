@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from transformers import TrainingArguments
 
 from slipstream.run_config import ModelSection, TrainerSection
+from slipstream.tracking import report_problem
 
 
 def _default(name: str, section: type = TrainerSection) -> Any:
@@ -139,6 +140,8 @@ class AsyncGRPOConfig(TrainingArguments):
             (self.top_p < 1 or bool(self.min_p)) and self.top_k <= 0,
             f"top_p={self.top_p}, min_p={self.min_p}: set top_k too (for example 512), the server bounds the candidate set by it",
         )
+        for name in self.report_to or ():
+            refuse((problem := report_problem(name)) is not None, f"report_to={self.report_to}: {problem}")
         for name in ("max_completion_length", "max_concurrent_rollouts", "token_budget"):
             value = getattr(self, name)
             refuse(value is not None and value < 1, f"{name}={value}: it must be 1 or more")
