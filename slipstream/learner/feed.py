@@ -165,9 +165,9 @@ class SampleFeed:
                 current = MicroBatch(self._ranks, self._budget)
         self._source.step_planned()
         self.waiting_since = None
-        self._window.add("perf/rollout_wait_s", time.monotonic() - begun)
         if not batches:
             return None
+        self._window.add("perf/rollout_wait_s", time.monotonic() - begun)
         plan = StepPlan([])
         for batch in batches:
             batch.spread()

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 from slipstream.learner.reporter import Reporter
 from slipstream.run_folder import RunFolder
