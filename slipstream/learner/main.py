@@ -142,8 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     main_rank = os.environ.get("RANK", "0") == "0"
     from slipstream.learner.reporter import Reporter
 
-    for name, value in environment_of(run.trackers, run.run_id).items():
-        os.environ.setdefault(name, value)
+    if config.trainer.report_to:
+        run.trackers.mkdir(mode=0o700, exist_ok=True)
+        for name, value in environment_of(run.trackers, run.run_id).items():
+            os.environ.setdefault(name, value)
     heartbeat = None
     if main_rank:
         heartbeat = Heartbeat(run, "learner", arguments.attempt, new_incarnation()).start()
