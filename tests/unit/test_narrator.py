@@ -184,6 +184,21 @@ def test_a_long_one_is_cut_in_the_middle() -> None:
     assert len(text) < 5000
 
 
+def test_a_completion_cannot_steer_the_terminal() -> None:
+    text = printed([row(1.0, "a\x1b[31mred\x07 \x9b \u202ereversed\r\nnext")], 1, None)
+    assert not set(text) & {"\x1b", "\x07", "\x9b", "\u202e", "\r"}
+    for part in ("a\\x1b[31mred\\x07", "\\u202ereversed", "next"):
+        assert part in text
+    assert len({len(line) for line in text.splitlines()[1:]}) == 1, "the frame is straight"
+
+
+def test_nothing_is_lost_at_the_edge_of_a_column() -> None:
+    text = printed([row(-123456.789, "y" * 500), row(0.0, "")], 1, None)
+    assert text.count("y") == 500
+    assert "-1.23e+05" in text
+    assert "(empty)" in text
+
+
 def test_the_trainer_prints_them_each_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     groups = [made_up_group(number, 3, 5, 6) for number in range(6)]
     trainer, _ = replayed(tmp_path, groups, log_completions=True, num_completions_to_print=1)
