@@ -19,6 +19,7 @@ from transformers.training_args import OptimizerNames
 from slipstream import inherited_arguments as inherited
 from slipstream.config_rules import Impossible, Problem, contradictions, remarks
 from slipstream.run_config import ModelSection, TrainerSection
+from slipstream.tracking import report_problem
 
 # fields whose bounds are others than those of a configuration file: fractions, and all that transformers takes
 _WIDER = ("logging_steps", "save_steps", "eval_steps", "lr_scheduler_type", "report_to")
@@ -158,6 +159,7 @@ class AsyncGRPOConfig(TrainingArguments):
             *_bound_problems(values),
             *inherited.problems(values),
             *inherited.launch_problems(os.environ),
+            *_report_problems(values["report_to"]),
         ]
         faulty = {key for key, _, _ in problems}
         comparable = {key: default[key] if key in faulty else value for key, value in values.items()}
@@ -186,6 +188,13 @@ def _own_problems(values: Mapping[str, Any]) -> list[Problem]:
     if not url.startswith(("http://", "https://")):
         found.append(("vllm_server_base_url", url, 'must start with http:// or https://, like "http://localhost:8000"'))
     return found
+
+
+def _report_problems(names: Any) -> list[Problem]:
+    """Integrations that are not known or not installed."""
+    listed = [names] if isinstance(names, str) else list(names or ())
+    found = [report_problem(name) for name in listed if name not in ("all", "none")]
+    return [("report_to", names, text) for text in found if text is not None]
 
 
 def _bound_problems(values: Mapping[str, Any]) -> list[Problem]:

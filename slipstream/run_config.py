@@ -231,8 +231,10 @@ class TrainerSection(Section):
         default_factory=list,
         title="Report to",
         examples=[["tensorboard"]],
-        description="Integrations of transformers that get the metrics too, like tensorboard, wandb or trackio; each must be "
-        "installed where the learner runs.",
+        description="Integrations that get the metrics too: tensorboard, wandb, trackio (`pip install "
+        "'slipstream-rl[tracking]'` where the learner runs), or others of transformers. Their files lie in the run's "
+        "folder, and resumed attempts go on in the same curves. A key like WANDB_API_KEY reaches jobs only where the "
+        "cluster profile's keep_environment names it.",
     )
     log_completions: bool = Field(
         False, title="Log completions", description="Print sample completions, and write them to the records."

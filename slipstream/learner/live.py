@@ -125,7 +125,8 @@ class LivePipeline(Pipeline):
             try:
                 self._trainer._window.add_all(self.worker.metrics.get_nowait())
             except queue.Empty:
-                return
+                break
+        self._trainer._window.add_all(self._inbox.last_report())
 
     def evaluate(self, request: int) -> dict[str, float]:
         self.worker.commands.put(("evaluate", request))

@@ -18,12 +18,11 @@ from slipstream.config import AsyncGRPOConfig
 from slipstream.data import fingerprint
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.adapter import add_adapter, check_adapter
-from slipstream.learner.completions import print_completions
 from slipstream.learner.duration import Duration, num_prompts, plan_duration, realign
 from slipstream.learner.feed import PlannedMicroBatch, StepPlan
 from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.live import LivePipeline
-from slipstream.learner.narrator import Narrator, known_without_a_step
+from slipstream.learner.narrator import Narrator
 from slipstream.learner.observe import row_observations
 from slipstream.learner.pipeline import Pipeline
 from slipstream.learner.preparation import (
@@ -39,14 +38,17 @@ from slipstream.learner.reporter import Reporter
 from slipstream.learner.router_loss import router_loss
 from slipstream.learner.speed import SpeedMeter, device_peak, synchronize
 from slipstream.learner.sync import PolicySync
+from slipstream.learner.trackers import track
+from slipstream.learner.window_log import WindowLog
 from slipstream.metrics.verdict import Limits
 from slipstream.metrics.window import Window
 from slipstream.packing.trie import pack
 from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.main_module import stop_here_in_rollout_process
 from slipstream.rollout.scoring import unique_names
+from slipstream.run_folder import read_json, write_json
 
-SPEAK_AFTER_S = 60.0
+WINDOW_FILE = "metrics_window.json"  # of a checkpoint
 WAIT_FOR_ROLLOUTS = timedelta(days=7)  # rank 0 watches the rollout process; the other ranks only wait for rank 0
 
 
@@ -65,6 +67,10 @@ class _Hooks(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer._finish_step()
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.logging_strategy != "no":
+            control.should_log = True  # the steps since the last multiple of logging_steps, if any
+
 
 class _Steps:
     """The "data loader": asks the trainer for one micro-batch after the other, and for no more than a step needs."""
@@ -77,7 +83,7 @@ class _Steps:
             yield from step
 
 
-class AsyncGRPOTrainer(Trainer):
+class AsyncGRPOTrainer(WindowLog, Trainer):
     """Trains with asynchronous GRPO: a vLLM server generates while this process trains.
 
     Args:
@@ -88,14 +94,13 @@ class AsyncGRPOTrainer(Trainer):
         processing_class: the tokenizer; None loads the model's.
         peft_config: a LoRA configuration: its adapter is trained, and delivered merged with the base weights.
         eval_dataset: held-out rows for `evaluate`.
-        reporter: where records go; None outside a run.
+        reporter: where records go; None outside a run: metrics.jsonl then lies in `output_dir`.
 
     Raises:
         ValueError, TypeError: what cannot work, naming the argument and the way out.
     """
 
     loop_cls: type[AsyncRolloutLoop] = AsyncRolloutLoop
-    speak_after_s: float = SPEAK_AFTER_S
     args: AsyncGRPOConfig
     duration: Duration
     model: Any
@@ -159,7 +164,7 @@ class AsyncGRPOTrainer(Trainer):
         self._ended = False
         self._narrator = Narrator(Limits(args.max_staleness, args.max_concurrent_rollouts, args.num_generations))
         self._last_sign = time.monotonic()
-        self.completions: list[dict[str, Any]] = []  # since the last log
+        self.completions = []
         self._optimizer_begun = self._step_begun = time.monotonic()
         self._forward_s = self._forward_backward_s = 0.0
         self.evaluations: list[dict[str, float]] = []
@@ -178,6 +183,9 @@ class AsyncGRPOTrainer(Trainer):
             )
         finally:
             args.max_steps = max_steps
+        self._trackers = track(self.callback_handler.callbacks, list(args.report_to or ()), self._tracker_failed)
+        if reporter is None and self._is_main:
+            self.reporter = Reporter(folder=Path(str(args.output_dir)))
         self.add_callback(_Hooks(self))
         self.model.config.use_cache = False
         warn_dropout(self.model)
@@ -225,6 +233,8 @@ class AsyncGRPOTrainer(Trainer):
         try:
             if self._is_main:
                 self._pipeline = self.make_pipeline(self.duration.end, self._resumed)
+                if self._resumed:  # what its steps since the last log have measured
+                    self._window.merge(read_json(self._resumed[1] / WINDOW_FILE) or {})
             output = super().train(resume_from_checkpoint or None, *args, **kwargs)
             if self._pipeline is not None and self._ended:
                 self._pipeline.ledger.data_ended()
@@ -237,15 +247,13 @@ class AsyncGRPOTrainer(Trainer):
         finally:
             if epoch_based:
                 config.max_steps = -1
+            for tracker in self._trackers:
+                tracker.finish()
             self._close_pipeline()
 
     def make_pipeline(self, end: int | None, resumed: tuple[ckpt.RolloutState, Path] | None) -> Pipeline:
         """Rank 0's pipeline; a replayer of recorded samples takes the live one's place by overriding this."""
         return LivePipeline(self, end, resumed)
-
-    @property
-    def _is_main(self) -> bool:
-        return self.accelerator.process_index == 0
 
     def _read_state(self, path: Path) -> tuple[ckpt.RolloutState, Path]:
         if self._is_main:
@@ -419,64 +427,7 @@ class AsyncGRPOTrainer(Trainer):
         self._step_begun = self._last_sign = now
         self.reporter.advance(step=self.state.global_step, max_steps=self.duration.known_steps)
 
-    # ---- logging, evaluation
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        window = "loss" in logs
-        if window:
-            logs.update(self._reduce_window())
-        if self._pipeline is not None:
-            if self.num_prompts is not None:
-                self.state.epoch = self._pipeline.ledger.settled / self.num_prompts
-            if window:
-                logs["num_tokens"] = self.state.num_input_tokens_seen
-        super().log(logs, start_time)
-        if self._is_main and not any(key.startswith("train_") for key in logs):
-            values = {k: v for k, v in logs.items() if isinstance(v, (int, float))}
-            texts = self._narrator.window(values) if window else {}
-            self.reporter.metrics(self.state.global_step, values, texts)
-            self._print_completions()
-
-    def speak_if_silent(self) -> None:
-        """On rank 0, while it waits for samples: log what is known without a step once there was none for a minute."""
-        now = time.monotonic()
-        since = None if self._pipeline is None else self._pipeline.feed.waiting_since
-        if self._pipeline is None or since is None or now - max(self._last_sign, since) < self.speak_after_s:
-            return
-        self._last_sign = now
-        self._pipeline.drain_metrics()
-        values = self._window.reduce(known_without_a_step)
-        if self.num_prompts is not None:
-            self.state.epoch = self._pipeline.ledger.settled / self.num_prompts
-        super().log(values)
-        texts = self._narrator.window(values, now - since)
-        self.reporter.metrics(self.state.global_step, values, texts)
-        self._print_completions()
-
-    @property
-    def diagnosis(self) -> str:
-        """What the rewards seen so far say, in words."""
-        return self._narrator.diagnosis(self._window.peek())
-
-    def _print_completions(self) -> None:
-        rows, self.completions = self.completions, []
-        if self.args.log_completions:
-            print_completions(rows, self.state.global_step, self.args.num_completions_to_print)
-
-    def _reduce_window(self) -> dict[str, float]:
-        """The window over all ranks; the same on each."""
-        if self._pipeline is not None:
-            self._pipeline.drain_metrics()
-        state = self._window.state()
-        self._window.reduce()
-        states: list[Any] = [state]
-        if self._objects is not None:
-            states = [None] * self.accelerator.num_processes
-            dist.all_gather_object(states, state, group=self._objects)
-        merged = Window()
-        for part in states:
-            merged.merge(part)
-        return merged.reduce()
+    # ---- evaluation
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Mean reward of one rollout per held-out prompt with the policy on the server; logged as `eval/*`.
@@ -515,7 +466,9 @@ class AsyncGRPOTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
+            window = self._merged_window()
             if self._pipeline is not None:
+                write_json(path / WINDOW_FILE, window.state())
                 self._pipeline.write_state(path, self.state.global_step, self._sync.version)
                 ckpt.seal(path)
                 ckpt.rotate(path.parent, limit)

@@ -102,6 +102,7 @@ class LoopMachinery(ABC):
         self._rollouts_failed = 0
         self._in_flight_rollouts = 0
         self._generated_tokens = 0
+        self._reported = (time.monotonic(), 0)  # when, and the tokens by then
         self._retries = 0
         self._waits: list[float] = []
         self._held_s = 0.0
@@ -330,7 +331,7 @@ class LoopMachinery(ABC):
         # counted, not inferred from what is under way: a group that ended in an exception is never handed over
         while self._handed_over < begun_prompts:
             await asyncio.sleep(POLL_S)
-        self._buffer.put(t.EndOfData(self._handed_over))
+        self._buffer.put(t.EndOfData(self._handed_over, self._report()))
 
     def _group_done(self, prompt: Prompt, task: asyncio.Task[None]) -> None:
         self._groups.pop(task, None)
@@ -356,7 +357,7 @@ class LoopMachinery(ABC):
 
     async def _serve(self) -> None:
         """Beat, report, abort what is too old, answer commands; returns when asked to stop."""
-        reported, tokens = time.monotonic(), 0
+        self._reported = (time.monotonic(), self._generated_tokens)
         pending: set[asyncio.Task[None]] = set()
         state_requests: list[int] = []
 
@@ -377,16 +378,18 @@ class LoopMachinery(ABC):
                     state_requests.append(argument)
             while self._is_set_up and state_requests:
                 self._buffer.put(("state", state_requests.pop(), checked_state(type(self).__name__, self.state_dict())))
-            if now - reported >= self.report_s:
-                self._report(now - reported, self._generated_tokens - tokens)
-                reported, tokens = now, self._generated_tokens
+            if now - self._reported[0] >= self.report_s:
+                self._metrics.put(self._report())
             await asyncio.sleep(BEAT_S)
 
     def _raise_fatal(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) and self._fatal is not None and not self._fatal.done():
             self._fatal.set_exception(error)
 
-    def _report(self, seconds: float, tokens: int) -> None:
+    def _report(self) -> list[t.Observation]:
+        """What was measured since the last report."""
+        (begun, before), self._reported = self._reported, (time.monotonic(), self._generated_tokens)
+        seconds, tokens = max(self._reported[0] - begun, 1e-9), self._generated_tokens - before
         found: list[t.Observation] = [
             ("rollout/generated_tokens_per_s", tokens / seconds, seconds),
             ("rollout/concurrency", self._in_flight_rollouts, 1),
@@ -403,7 +406,7 @@ class LoopMachinery(ABC):
         found.append(("rollout/backpressure_s", 0.0, NO_WAIT))
         found += [("rollout/backpressure_s", wait, 1) for wait in waits]
         found.append(("rollout/backpressure_frac", min(held / seconds, 1.0), seconds))
-        self._metrics.put(found)
+        return found
 
     async def _follow_load(self) -> None:
         """Poll the server's load, let the cap follow it, and report it."""
