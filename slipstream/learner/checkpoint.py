@@ -140,6 +140,7 @@ class RolloutState:
         dataset_fingerprint, dataset_length, shuffle, seed: of the prompts and their order.
         rewards, loop: names.
         loop_state: what the loop's own `state_dict` returned.
+        group_tokens: mean size of the newest groups, in tokens; None before the first.
     """
 
     step: int
@@ -155,6 +156,7 @@ class RolloutState:
     rewards: list[str]
     loop: str
     loop_state: dict[str, Any]
+    group_tokens: float | None = None
 
     @property
     def position(self) -> Position:

@@ -79,6 +79,10 @@ class Pipeline(ABC):
         """What the rollout loop wants kept in a checkpoint."""
         return {}
 
+    def group_tokens(self) -> float | None:
+        """Mean size of the newest groups, in tokens; None before the first."""
+        return None
+
     def write_state(self, path: Path, step: int, version: int) -> None:
         """Write `rollout_state.json`, and the rest of the groups that the checkpoint splits."""
         trainer = self._trainer
@@ -100,6 +104,7 @@ class Pipeline(ABC):
             rewards=trainer.reward_names,
             loop=f"{trainer.loop_cls.__module__}:{trainer.loop_cls.__qualname__}",
             loop_state=self.loop_state(),
+            group_tokens=self.group_tokens(),
         ).write(path)
         remainder = self.feed.held_of(self.ledger.partly_trained())
         if remainder:

@@ -39,6 +39,7 @@ class LoopSetup:
         epochs: passes over an iterable dataset, which has no `end`; None where only the number of steps bounds the run.
         shuffle, seed: of the order of prompts.
         eval_dataset: held-out rows, or None.
+        group_tokens: mean size of the groups before a resume, in tokens; None where none has finished yet.
         kv_cache_tokens: that the server's KV caches hold; None where it does not tell.
         loop_state: what the loop's own `state_dict` returned at the checkpoint, or None.
     """
@@ -57,6 +58,7 @@ class LoopSetup:
     loop_state: dict[str, Any] | None = None
     returns_candidates: bool = False
     kv_cache_tokens: int | None = None
+    group_tokens: float | None = None
 
 
 def request_seed(seed: int, number: int, generation: int, turn: int, attempt: int) -> int:
