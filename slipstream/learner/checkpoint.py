@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,7 @@ class RolloutState:
             value = read_json(checkpoint / STATE_FILE)
             if value is None:
                 raise CheckpointError(f"{checkpoint} has no {STATE_FILE}: it was not written by this trainer")
-            return cls(**{f.name: value[f.name] for f in fields(cls)})
+            return cls(**{f.name: value[f.name] for f in fields(cls) if f.name in value or f.default is MISSING})
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{checkpoint / STATE_FILE} is damaged: {error!r}") from error
 

@@ -94,7 +94,10 @@ class LoopMachinery(ABC):
         self._commands = commands
 
         self._reward_names = unique_names(reward_funcs)
-        self._groups: dict[asyncio.Task[None], int] = {}  # task of a group in flight -> its version at the start
+        # task of a group in flight -> its version at the start, and how many were started before it
+        self._groups: dict[asyncio.Task[None], tuple[int, int]] = {}
+        self._started = 0
+        self._newest_generated = -1  # of the groups that are generated, the one started last
         self._score_queue: asyncio.Queue[tuple[Prompt, RolloutGroup, list[Rollout | None]]] = asyncio.Queue(
             score_queue_maxsize
         )
@@ -303,7 +306,8 @@ class LoopMachinery(ABC):
     def _outstanding(self) -> Outstanding:
         costs = self._recent_costs
         mean = sum(costs) / len(costs) if costs else None
-        return Outstanding(self._finished_cost, len(self._groups), self._scoring, mean)
+        overtaken = sum(started < self._newest_generated for _, started in self._groups.values())
+        return Outstanding(self._finished_cost, len(self._groups), self._scoring, mean, overtaken)
 
     def _may_start(self) -> bool:
         if self._groups and not self._cap.has_room(self._in_flight_rollouts):
@@ -344,7 +348,8 @@ class LoopMachinery(ABC):
             await self._wait_for_leave()
             version = self.model_version
             task = asyncio.create_task(self._run_group(prompt, prompt_ids, version))
-            self._groups[task] = version
+            self._groups[task] = version, self._started
+            self._started += 1
             self._in_flight_rollouts += self.config.num_generations
             task.add_done_callback(functools.partial(self._group_done, prompt))
             await asyncio.sleep(0)
@@ -355,19 +360,21 @@ class LoopMachinery(ABC):
         self._buffer.put(t.EndOfData(self._handed_over))
 
     def _group_done(self, prompt: Prompt, task: asyncio.Task[None]) -> None:
-        self._groups.pop(task, None)
+        _, started = self._groups.pop(task)
         self._in_flight_rollouts -= self.config.num_generations
         self._cap.finished(self.config.num_generations)
         if task.cancelled():
             if not self._stopping:
                 self._drop_prompt(prompt, t.STALE, self.config.num_generations)
-        elif (error := task.exception()) is not None and self._fatal is not None and not self._fatal.done():
+        elif (error := task.exception()) is None:
+            self._newest_generated = max(self._newest_generated, started)
+        elif self._fatal is not None and not self._fatal.done():
             self._fatal.set_exception(error)
 
     def _abort_stale(self) -> None:
         """Cancel groups in flight that are beyond the bound already; the server sees the closed connection."""
         limit = self.model_version - self.config.max_staleness
-        for task, version in list(self._groups.items()):
+        for task, (version, _) in list(self._groups.items()):
             if version < limit:
                 task.cancel()
 
