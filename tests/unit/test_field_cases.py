@@ -27,8 +27,7 @@ BROKEN_ANSWERS: dict[str, str] = {
     "an error as an answer": '{"error": {"message": "engine dead"}}',
     "a list": "[]",
     "no tokens": '{"choices": [{"index": 0}, {"index": 1}, {"index": 2}]}',
-    "no log-probabilities": '{"choices": [%s]}'
-    % ", ".join(f'{{"index": {i}, "token_ids": [5, 6], "logprobs": null, "weight_versions": null}}' for i in range(3)),
+    "token ids that are none": '{"choices": [{"index": 0, "token_ids": 7}, {"index": 1}, {"index": 2}]}',
 }
 
 
