@@ -15,7 +15,7 @@ from slipstream.process import new_incarnation
 from slipstream.rollout.machinery import RECENT_GROUPS
 from slipstream.rollout.setup import LoopSetup, Position
 from slipstream.rollout.types import GroupResult
-from slipstream.rollout.worker import RolloutWorker
+from slipstream.rollout.worker import RolloutWorker, dump_for_child
 from slipstream.run_folder import RunFolder
 from slipstream.serving.control import ServerControl
 from slipstream.serving.probe import Capabilities, check, probe
@@ -34,6 +34,9 @@ class LivePipeline(Pipeline):
 
     def __init__(self, trainer: "AsyncGRPOTrainer", end: int | None, resumed: Resumed | None) -> None:
         """`end`: prompt number at which the data ends, or None. Raises ServerNotUsable, ServerError, NotPicklable."""
+        for function in trainer.reward_funcs:  # before the server is waited for
+            dump_for_child("reward_funcs", function)
+        dump_for_child("loop_cls", trainer.loop_cls)
         config = trainer.args
         self.run_id = RunFolder(config.run_dir).run_id if config.run_dir else f"script-{new_incarnation()}"
         self._control = ServerControl(

@@ -244,7 +244,7 @@ class VLLMClient:
         try:
             async with self._session.get(self._base_url + route) as response:
                 return await response.text() if response.status == 200 else None
-        except (TimeoutError, aiohttp.ClientError):
+        except (OSError, aiohttp.ClientError, UnicodeDecodeError):  # a TimeoutError is an OSError
             return None
 
     async def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
