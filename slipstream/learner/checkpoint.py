@@ -143,6 +143,7 @@ class RolloutState:
         loop_state: what the loop's own `state_dict` returned.
         settings: others that a resume may change, but says so.
         outcomes, split: the ledger's `History`, by epoch and by number; None where an older version wrote the file.
+        group_tokens: mean size of the newest groups, in tokens; None before the first.
     """
 
     step: int
@@ -161,12 +162,15 @@ class RolloutState:
     settings: dict[str, Any] = field(default_factory=dict)
     outcomes: dict[str, dict[str, int]] | None = None
     split: dict[str, dict[str, Any]] = field(default_factory=dict)
+    group_tokens: float | None = None
 
     @property
     def history(self) -> History | None:
         if self.outcomes is None:
             return None
         return History({int(k): v for k, v in self.outcomes.items()}, {int(k): v for k, v in self.split.items()})
+
+    group_tokens: float | None = None
 
     @property
     def position(self) -> Position:

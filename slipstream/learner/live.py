@@ -3,15 +3,17 @@
 import os
 import queue
 import warnings
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from slipstream.learner.inbox import Inbox
 from slipstream.learner.pipeline import Pipeline, Resumed, starting_point
 from slipstream.learner.sync import PolicySync, wire_dtype
 from slipstream.process import new_incarnation
+from slipstream.rollout.machinery import RECENT_GROUPS
 from slipstream.rollout.setup import LoopSetup, Position
 from slipstream.rollout.types import GroupResult
-from slipstream.rollout.worker import RolloutWorker
+from slipstream.rollout.worker import RolloutWorker, dump_for_child
 from slipstream.run_folder import RunFolder
 from slipstream.serving.control import ServerControl
 from slipstream.serving.probe import Capabilities, check, probe
@@ -30,6 +32,9 @@ class LivePipeline(Pipeline):
 
     def __init__(self, trainer: "AsyncGRPOTrainer", end: int | None, resumed: Resumed | None) -> None:
         """`end`: prompt number at which the data ends, or None. Raises ServerNotUsable, ServerError, NotPicklable."""
+        for function in trainer.reward_funcs:  # before the server is waited for
+            dump_for_child("reward_funcs", function)
+        dump_for_child("loop_cls", trainer.loop_cls)
         config = trainer.args
         self.run_id = RunFolder(config.run_dir).run_id if config.run_dir else f"script-{new_incarnation()}"
         self._control = ServerControl(
@@ -54,6 +59,8 @@ class LivePipeline(Pipeline):
         )
         self.worker.version.value = resumed[0].model_version if resumed else 0  # what staleness counts from
         self.worker.start()
+        known = resumed[0].group_tokens if resumed else None
+        self._sizes: deque[float] = deque([] if known is None else [known], maxlen=RECENT_GROUPS)
         self._inbox = Inbox(self.worker, self._group_arrived, trainer.speak_if_silent)
         self._state_requests = 0
         super().__init__(trainer, self._inbox, config.token_budget or max_model_len, resumed)
@@ -94,11 +101,14 @@ class LivePipeline(Pipeline):
             eval_dataset=trainer.eval_dataset,
             loop_state=resumed[0].loop_state if resumed else None,
             kv_cache_tokens=self.capabilities.kv_cache_tokens,
+            group_tokens=resumed[0].group_tokens if resumed else None,
         )
 
     def _group_arrived(self, group: GroupResult) -> None:
         trainer = self._trainer
         trainer.reporter.advance()
+        if group.size:
+            self._sizes.append(group.size)
         if group.table:
             shown = trainer.args.num_completions_to_print
             trainer.reporter.completions(trainer.state.global_step, group.table[:shown])
@@ -136,6 +146,10 @@ class LivePipeline(Pipeline):
         self._state_requests += 1
         self.worker.commands.put(("state", self._state_requests))
         return self._inbox.answer("state", self._state_requests)
+
+    def group_tokens(self) -> float | None:
+        sizes = list(self._sizes)
+        return sum(sizes) / len(sizes) if sizes else None
 
     def close(self) -> None:
         self.worker.stop()

@@ -113,6 +113,10 @@ class Pipeline(ABC):
             logger.warning("resumed from step %d: %s", state.step, note)
         trainer.reporter.event("resumed", state.step, checkpoint=str(path), notes=notes)
 
+    def group_tokens(self) -> float | None:
+        """Mean size of the newest groups, in tokens; None before the first."""
+        return None
+
     def write_state(self, path: Path, step: int, version: int) -> None:
         """Write `rollout_state.json`, and the rest of the groups that the checkpoint splits."""
         trainer = self._trainer
@@ -138,6 +142,7 @@ class Pipeline(ABC):
             settings=self._settings(),
             outcomes={str(epoch): counts for epoch, counts in history.outcomes.items()},
             split={str(number): group for number, group in history.split.items()},
+            group_tokens=self.group_tokens(),
         ).write(path)
         remainder = self.feed.held_of(self.ledger.partly_trained())
         if remainder:

@@ -41,6 +41,7 @@ class LoopSetup:
         first_epoch: of an iterable dataset: the epoch that it starts in, after a resume the one that was not over.
         shuffle, seed: of the order of prompts.
         eval_dataset: held-out rows, or None.
+        group_tokens: mean size of the groups before a resume, in tokens; None where none has finished yet.
         kv_cache_tokens: that the server's KV caches hold; None where it does not tell.
         loop_state: what the loop's own `state_dict` returned at the checkpoint, or None.
     """
@@ -60,6 +61,7 @@ class LoopSetup:
     loop_state: dict[str, Any] | None = None
     returns_candidates: bool = False
     kv_cache_tokens: int | None = None
+    group_tokens: float | None = None
 
 
 def checked_state(loop: str, state: Any) -> dict[str, Any]:
