@@ -25,8 +25,10 @@ def check_dataset(dataset: Any) -> None:
     columns = getattr(dataset, "column_names", None)
     if columns is not None and "prompt" not in columns:
         raise ValueError(f"train_dataset has no 'prompt' column, only {', '.join(columns)}")
-    row: dict[str, Any] = next(iter(dataset), {})
-    first = row.get("prompt")
+    row = next(iter(dataset), None)
+    if row is None:
+        raise ValueError("train_dataset is empty: it is iterable, and gave no row")
+    first = row.get("prompt") if isinstance(row, dict) else row
     if not (isinstance(first, list) and first and isinstance(first[0], dict) and {"role", "content"} <= set(first[0])):
         raise ValueError(
             f"train_dataset: 'prompt' must be a list of messages with role and content, not {first!r:.200}; for plain "

@@ -1,9 +1,7 @@
 """`AsyncGRPOTrainer`: transformers' `Trainer`, fed by a live queue of rollouts."""
 
 import contextlib
-import math
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +19,7 @@ from slipstream.data import fingerprint
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.adapter import add_adapter, check_adapter
 from slipstream.learner.completions import print_completions
+from slipstream.learner.duration import Duration, num_prompts, plan_duration, realign
 from slipstream.learner.feed import PlannedMicroBatch, StepPlan
 from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.live import LivePipeline
@@ -98,6 +97,7 @@ class AsyncGRPOTrainer(Trainer):
     loop_cls: type[AsyncRolloutLoop] = AsyncRolloutLoop
     speak_after_s: float = SPEAK_AFTER_S
     args: AsyncGRPOConfig
+    duration: Duration
     model: Any
     processing_class: Any
     train_dataset: Any
@@ -126,6 +126,7 @@ class AsyncGRPOTrainer(Trainer):
         self.reward_funcs: list[Any] = [reward_funcs] if alone else list(reward_funcs or [])  # type: ignore[arg-type]
         check_dataset(train_dataset)
         check_evaluation(eval_dataset, args)
+        planned = plan_duration(args.max_steps, args.num_train_epochs, num_prompts(train_dataset))
         check_rewards(self.reward_funcs)
         if peft_config is not None:
             check_adapter(peft_config)
@@ -162,16 +163,21 @@ class AsyncGRPOTrainer(Trainer):
         self._optimizer_begun = self._step_begun = time.monotonic()
         self._forward_s = self._forward_backward_s = 0.0
         self.evaluations: list[dict[str, float]] = []
-        super().__init__(
-            model=loaded,
-            args=args,
-            data_collator=_identity,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
+        # transformers refuses an iterable dataset without max_steps
+        max_steps, args.max_steps = args.max_steps, planned.max_steps
+        try:
+            super().__init__(
+                model=loaded,
+                args=args,
+                data_collator=_identity,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+            )
+        finally:
+            args.max_steps = max_steps
         self.add_callback(_Hooks(self))
         self.model.config.use_cache = False
         warn_dropout(self.model)
@@ -199,7 +205,8 @@ class AsyncGRPOTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; with `resume_from_checkpoint` (a path, or True for the newest complete one) continue.
 
-        Raises CheckpointError on an incomplete checkpoint or one of another dataset, RolloutWorkerError, TransferError.
+        Raises CheckpointError on an incomplete checkpoint or one of another dataset, NothingTrained, RolloutWorkerError,
+        TransferError, and ValueError on a `num_train_epochs` without meaning.
         """
         config = self.args
         if resume_from_checkpoint is None:
@@ -212,15 +219,15 @@ class AsyncGRPOTrainer(Trainer):
         self._resumed = self._read_state(Path(resume_from_checkpoint)) if resume_from_checkpoint else None
         self._saved_step = self._resumed[0].step if self._resumed else -1  # never written over, should no step follow
         epoch_based = config.max_steps <= 0
-        length = self.num_prompts
-        end = math.ceil(config.num_train_epochs * length) if epoch_based and length is not None else None
-        if epoch_based:  # the number of steps is not known; every step settles at least one sample
-            config.max_steps = sys.maxsize if end is None else max(1, end) * config.num_generations
+        self.duration = plan_duration(config.max_steps, config.num_train_epochs, self.num_prompts)
+        config.max_steps = self.duration.max_steps
         self._ended = False
         try:
             if self._is_main:
-                self._pipeline = self.make_pipeline(end, self._resumed)
+                self._pipeline = self.make_pipeline(self.duration.end, self._resumed)
             output = super().train(resume_from_checkpoint or None, *args, **kwargs)
+            if self._pipeline is not None and self._ended:
+                self._pipeline.ledger.data_ended()
             self._save_last()
             evaluated = self.evaluations[-1]["step"] if self.evaluations else -1
             if self.eval_dataset is not None and evaluated != self.state.global_step:
@@ -251,7 +258,7 @@ class AsyncGRPOTrainer(Trainer):
     @property
     def num_prompts(self) -> int | None:
         """Prompts in the training data; None for an iterable dataset."""
-        return len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+        return num_prompts(self.train_dataset)
 
     @property
     def data_fingerprint(self) -> str:
@@ -267,12 +274,14 @@ class AsyncGRPOTrainer(Trainer):
     def _start_pipeline(self) -> None:
         """The model is loaded, prepared and (on resume) restored: deliver it, then let generation begin."""
         version = self._resumed[0].model_version if self._resumed else 0
+        if self._resumed is not None:
+            realign(self.lr_scheduler, self.optimizer)
         if self._pipeline is not None:
             self._sync = self._pipeline.make_sync(version)
             self._pipeline.start(version, self.state.global_step)
         else:
             self._sync = PolicySync(None, "", self.args.attempt, None, version)
-        self.reporter.phase("delivering weights", step=self.state.global_step, max_steps=self.args.max_steps)
+        self.reporter.phase("delivering weights", step=self.state.global_step, max_steps=self.duration.known_steps)
         self._sync.connect()
         self._sync.deliver(self.accelerator.unwrap_model(self.model_wrapped))
         if self._pipeline is not None:
@@ -408,7 +417,7 @@ class AsyncGRPOTrainer(Trainer):
         if self._plan is not None:
             self._window.add_all(self._speed.observe(self._plan, self._forward_backward_s, seconds))
         self._step_begun = self._last_sign = now
-        self.reporter.advance(step=self.state.global_step, max_steps=self.args.max_steps)
+        self.reporter.advance(step=self.state.global_step, max_steps=self.duration.known_steps)
 
     # ---- logging, evaluation
 
@@ -495,6 +504,8 @@ class AsyncGRPOTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint that is complete, with its marker last, or not there at all."""
+        if self._saved_step == self.state.global_step:
+            return
         path = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         self.reporter.phase("saving", step=self.state.global_step)
         if self._is_main and path.exists():
