@@ -22,12 +22,12 @@ them: see the end.
 
 INHERITED = """## Inherited training arguments
 
-`AsyncGRPOConfig` inherits every field of transformers' `TrainingArguments`. None is silently ignored: what is not listed below
-does what transformers says. An argument that would have no effect beside the others (`warmup_steps` with the constant schedule,
-`save_steps` with `save_strategy="no"`, …) is refused, with the argument that it needs. An *epoch* is a pass over the prompts,
-counted by settled prompts: how many steps it has is not known in advance. A step is `gradient_accumulation_steps` micro-batches
-of one row per process. So a schedule that decays, and any number of steps given as a fraction, needs `max_steps`; the default
-schedule is constant.
+`AsyncGRPOConfig` inherits every field of transformers' `TrainingArguments`. None is silently ignored: what is not
+listed below does what transformers says. An argument that would have no effect beside the others (`warmup_steps` with
+the constant schedule, `save_steps` with `save_strategy="no"`, …) is refused, with the argument that it needs. An
+*epoch* is a pass over the prompts, counted by settled prompts: how many steps it has is not known in advance. A step is
+`gradient_accumulation_steps` micro-batches of one row per process. So a schedule that decays, and any number of steps
+given as a fraction, needs `max_steps`; the default schedule is constant.
 """
 TITLES: dict[Treatment, str] = {
     "limited": "Refused for some values",

@@ -170,8 +170,6 @@ class RolloutState:
             return None
         return History({int(k): v for k, v in self.outcomes.items()}, {int(k): v for k, v in self.split.items()})
 
-    group_tokens: float | None = None
-
     @property
     def position(self) -> Position:
         return Position(self.epoch * (self.dataset_length or 0) + self.prompt, frozenset(self.settled_beyond))
