@@ -111,7 +111,7 @@ class Pipeline(ABC):
             )
         for note in notes:
             logger.warning("resumed from step %d: %s", state.step, note)
-        trainer.reporter.event("resumed", state.step, checkpoint=str(path), notes=notes)
+        trainer.reporter.event("resumed", state.step, checkpoint=str(path), changed="; ".join(notes) or "nothing")
 
     def write_state(self, path: Path, step: int, version: int) -> None:
         """Write `rollout_state.json`, and the rest of the groups that the checkpoint splits."""
