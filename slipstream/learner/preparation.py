@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.packing.attention import use_tree_attention
 
+_AS_FUNCTION = "serve a reward model on its own, and pass a function that asks it over HTTP"
+
 
 def as_dict(value: Any) -> dict[str, Any]:
     """`value`, or nothing where it is no dictionary."""
@@ -32,6 +34,25 @@ def check_dataset(dataset: Any) -> None:
             f"train_dataset: 'prompt' must be a list of messages with role and content, not {first!r:.200}; for plain "
             'text use [{"role": "user", "content": text}]'
         )
+    if images := {"image", "images"} & set(row):
+        raise ValueError(f"train_dataset: images are not supported, and it has the column {min(images)!r}: remove it")
+    if any(isinstance(message.get("content"), list) for message in first):
+        raise ValueError(
+            "train_dataset: a message of 'prompt' has a list as its content; images are not supported: write its text as one "
+            "string"
+        )
+
+
+def check_evaluation(dataset: Any, args: Any) -> None:
+    """Raise ValueError where evaluations are asked for, but there is nothing to evaluate on."""
+    if dataset is not None:
+        return
+    if args.eval_strategy != "no":
+        raise ValueError(
+            f'eval_strategy = {args.eval_strategy.value!r}: there is no eval_dataset; pass one, or set eval_strategy="no"'
+        )
+    if args.eval_on_start:
+        raise ValueError("eval_on_start = True: there is no eval_dataset; pass one, or set eval_on_start=False")
 
 
 def check_rewards(functions: list[Any]) -> None:
@@ -39,8 +60,10 @@ def check_rewards(functions: list[Any]) -> None:
     if not functions:
         raise ValueError("reward_funcs is missing: pass one function or a list of them")
     for function in functions:
+        if isinstance(function, torch.nn.Module):
+            raise ValueError(f"reward_funcs: {type(function).__name__} is a model; {_AS_FUNCTION}")
         if not callable(function):
-            raise ValueError(f"reward_funcs: {function!r} is not callable; a reward model must be behind a function")
+            raise ValueError(f"reward_funcs: {function!r} is not callable; {_AS_FUNCTION}")
 
 
 def load_model(model: str | PreTrainedModel, args: Any) -> tuple[PreTrainedModel, str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.memory import clear_device_cache
 from transformers import AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback
 
 from slipstream.algorithm.loss import LossSettings, token_loss
@@ -25,7 +26,15 @@ from slipstream.learner.live import LivePipeline
 from slipstream.learner.narrator import Narrator, known_without_a_step
 from slipstream.learner.observe import row_observations
 from slipstream.learner.pipeline import Pipeline
-from slipstream.learner.preparation import as_dict, check_dataset, check_rewards, eos_ids, load_model, warn_dropout
+from slipstream.learner.preparation import (
+    as_dict,
+    check_dataset,
+    check_evaluation,
+    check_rewards,
+    eos_ids,
+    load_model,
+    warn_dropout,
+)
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.router_loss import router_loss
 from slipstream.learner.speed import SpeedMeter, device_peak, synchronize
@@ -113,8 +122,10 @@ class AsyncGRPOTrainer(Trainer):
     ) -> None:
         stop_here_in_rollout_process()
         args = args if args is not None else AsyncGRPOConfig()
-        self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
+        alone = callable(reward_funcs) or isinstance(reward_funcs, str)
+        self.reward_funcs: list[Any] = [reward_funcs] if alone else list(reward_funcs or [])  # type: ignore[arg-type]
         check_dataset(train_dataset)
+        check_evaluation(eval_dataset, args)
         planned = plan_duration(args.max_steps, args.num_train_epochs, num_prompts(train_dataset))
         check_rewards(self.reward_funcs)
         if peft_config is not None:
@@ -198,6 +209,8 @@ class AsyncGRPOTrainer(Trainer):
         TransferError, and ValueError on a `num_train_epochs` without meaning.
         """
         config = self.args
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = config.resume_from_checkpoint
         if resume_from_checkpoint is True:
             found = ckpt.complete_checkpoints(Path(str(config.output_dir)))
             if not found:
@@ -216,8 +229,9 @@ class AsyncGRPOTrainer(Trainer):
             if self._pipeline is not None and self._ended:
                 self._pipeline.ledger.data_ended()
             self._save_last()
-            if self.eval_dataset is not None and config.eval_strategy == "no":
-                self.evaluate()
+            evaluated = self.evaluations[-1]["step"] if self.evaluations else -1
+            if self.eval_dataset is not None and evaluated != self.state.global_step:
+                self.evaluate()  # the end of the data comes unannounced
             self.reporter.phase("finished", step=self.state.global_step)
             return output
         finally:
@@ -339,10 +353,16 @@ class AsyncGRPOTrainer(Trainer):
             loss = self.compute_loss(model, inputs)
         synchronize(self.args.device)
         self._forward_s += time.monotonic() - begun
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         self.accelerator.backward(loss)
         synchronize(self.args.device)
         self._forward_backward_s += time.monotonic() - begun
         return loss.detach()
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Counted from the step's plan: what a rank gets does not say what the others forward."""
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -477,6 +497,7 @@ class AsyncGRPOTrainer(Trainer):
         metrics = {f"eval_{name}": value for name, value in box[0].items()}
         self.log({f"eval/{name}": value for name, value in box[0].items()})
         self.evaluations.append({"step": self.state.global_step, **box[0]})
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     # ---- checkpoints
