@@ -111,7 +111,7 @@ class Pipeline(ABC):
             )
         for note in notes:
             logger.warning("resumed from step %d: %s", state.step, note)
-        trainer.reporter.event("resumed", state.step, checkpoint=str(path), notes=notes)
+        trainer.reporter.event("resumed", state.step, checkpoint=str(path), changed="; ".join(notes) or "nothing")
 
     def group_tokens(self) -> float | None:
         """Mean size of the newest groups, in tokens; None before the first."""

@@ -72,7 +72,7 @@ def test_an_iterable_dataset_is_passed_over_once_per_epoch_and_starts_its_epoch_
 
 
 def test_more_steps_than_an_iterable_dataset_has_repeat_it(vllm_server: VllmServer, tmp_path: Path) -> None:
-    trainer, reports = train(vllm_server, tmp_path, Stream(2), max_steps=4, save_strategy="no")
+    trainer, reports = train(vllm_server, tmp_path, Stream(2), max_steps=4)
     assert trainer.state.global_step == 4
     assert {line["epoch"] for line in reports.lines} > {0, 1}
     assert audit(reports.lines, 2, 1) == []

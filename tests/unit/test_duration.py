@@ -9,7 +9,7 @@ from slipstream.learner.duration import Duration, changed_settings, nothing_left
 
 @pytest.mark.parametrize(
     ("epochs", "prompts", "end"),
-    [(1, 10, 10), (2, 7, 14), (0.5, 10, 5), (0.5, 7, 4), (1.5, 10, 15), (1.1, 10, 11), (0.01, 10, 1), (3.0, 1, 3)],
+    [(1, 10, 10), (2, 7, 14), (0.5, 10, 5), (0.5, 7, 4), (1.5, 10, 15), (0.07, 100, 7), (0.01, 10, 1), (3.0, 1, 3)],
 )
 def test_epochs_end_at_a_whole_prompt(epochs: float, prompts: int, end: int) -> None:
     found = plan_duration(-1, epochs, prompts)
