@@ -44,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 def test_what_is_not_installed_is_refused_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INTEGRATIONS, "wandb", (("no_such_module",), "wandb"))  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"report_to=\['wandb'\]: wandb is not installed here: run `pip install wandb`"
+        ValueError, match=r"report_to = \['wandb'\]: wandb is not installed here: run `pip install wandb`"
     ):
         replay_config(tmp_path, report_to=["wandb"])
     config = RunConfig.model_validate(

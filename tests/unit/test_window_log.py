@@ -84,12 +84,6 @@ def test_the_last_steps_are_logged_too_and_once(
     assert found[-1][1]["num_tokens"] == sum(step["batch/forwarded_tokens_per_step"] for step in each)
 
 
-def test_nothing_is_logged_where_nothing_shall_be(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, logging_strategy="no")
-    trainer.train()
-    assert windows(trainer) == []
-
-
 def test_groups_dropped_after_the_last_step_are_told(tmp_path: Path) -> None:
     groups = [made_up_group(number, 3, 5, GROUPS) for number in range(5)] + [same_rewards(n) for n in range(5, GROUPS)]
     trainer = trainer_of(tmp_path, groups, max_staleness=0)  # all that the first step leaves is too old
