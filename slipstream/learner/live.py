@@ -55,7 +55,7 @@ class LivePipeline(Pipeline):
             config.rollout_worker_timeout,
         )
         self.worker.start()
-        self._inbox = Inbox(self.worker, self._group_arrived, trainer.speak_if_silent)
+        self._inbox = Inbox(self.worker, self._group_arrived)
         self._state_requests = 0
         super().__init__(trainer, self._inbox, config.token_budget or max_model_len, resumed)
 
@@ -104,7 +104,7 @@ class LivePipeline(Pipeline):
         if group.table:
             shown = trainer.args.num_completions_to_print
             trainer.reporter.completions(trainer.state.global_step, group.table[:shown])
-            trainer.completions += group.table
+            trainer.completions.extend(group.table)
 
     def make_sync(self, version: int) -> PolicySync:
         config = self._trainer.args
@@ -141,6 +141,7 @@ class LivePipeline(Pipeline):
     def close(self) -> None:
         self.worker.stop()
         self._inbox.close()
+        super().close()
         self._control.close()
 
 

@@ -54,6 +54,9 @@ class ReplaySource:
     def publish(self, allowance_total: int) -> None:
         """A list needs no leave to go on."""
 
+    def step_awaited(self) -> None:
+        """All groups are here."""
+
     def step_planned(self) -> None:
         """Nobody waits."""
 
