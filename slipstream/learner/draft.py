@@ -50,6 +50,7 @@ class Draft:
 
     Attributes:
         held: groups, or their rest, that wait for the next step; the training thread's once the draft is done.
+        again: groups that were taken and put back, which come before the source's; likewise.
         plan: None where the data has ended.
         error: what ended the draft instead.
         filled_at: `time.monotonic()` when no more samples were needed.
@@ -61,6 +62,7 @@ class Draft:
         self,
         version: int,
         held: Iterable[list[Sample]],
+        again: Iterable[GroupResult],
         shape: StepShape,
         account: TokenAccount,
         make_plan: MakePlan,
@@ -69,6 +71,7 @@ class Draft:
         """`instead_of`: a draft of the same step that was judged for another version."""
         self.version = version
         self.held = deque(held)
+        self.again = deque(again)
         self.plan: StepPlan | None = None
         self.error: BaseException | None = None
         self.filled_at = 0.0
@@ -78,7 +81,6 @@ class Draft:
         self._make_plan = make_plan
         self._instead_of = instead_of
         self._taken: list[GroupResult] = []
-        self._again: deque[GroupResult] = deque()  # taken by the abandoned draft, to be judged anew
         self._given_back = 0
         self._ended = False
         self._batches: list[MicroBatch] = []
@@ -97,7 +99,7 @@ class Draft:
         if self._instead_of is not None:
             old, self._instead_of = self._instead_of, None
             self._account.dropped(-old._given_back)
-            self._again = deque([*old._taken, *old._again])
+            self.again = deque([*old._taken, *old.again])
         self._go_on()
 
     @property
@@ -139,8 +141,8 @@ class Draft:
         while self.needs_group:
             if self.held:
                 self._place(self.held.popleft())
-            elif self._again:
-                self._arrived(self._again.popleft())
+            elif self.again:
+                self._arrived(self.again.popleft())
             else:
                 return
 

@@ -12,7 +12,7 @@ from slipstream.learner.planner import Planner, PlannerThread, Source
 from slipstream.metrics.window import Window
 from slipstream.packing.sample import Sample
 from slipstream.rollout.allowance import full_step
-from slipstream.rollout.types import OVERSIZE
+from slipstream.rollout.types import OVERSIZE, GroupResult
 
 
 class SampleFeed:
@@ -50,6 +50,7 @@ class SampleFeed:
         self._while_waiting = while_waiting
         self._planner = planner or PlannerThread(source)
         self._held: deque[list[Sample]] = deque()  # groups (or their rest) that did not fit any more
+        self._again: deque[GroupResult] = deque()  # groups that a draft of another version took and the next did not need
         self._draft: Draft | None = None
         self._warned_oversize = False
         self.make_plan = make_plan
@@ -90,7 +91,7 @@ class SampleFeed:
         self._window.add("perf/rollout_wait_s", max(draft.filled_at - begun, 0.0))
         if draft.error is not None:
             raise draft.error
-        self._held = draft.held
+        self._held, self._again = draft.held, draft.again
         plan = draft.plan
         if plan is None:
             return None
@@ -105,7 +106,7 @@ class SampleFeed:
         return plan
 
     def _begin(self, version: int, instead_of: Draft | None = None) -> Draft:
-        draft = Draft(version, self._held, self._shape, self._account, self.make_plan, instead_of)
+        draft = Draft(version, self._held, self._again, self._shape, self._account, self.make_plan, instead_of)
         self._planner.begin(draft)
         return draft
 
