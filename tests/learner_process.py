@@ -28,7 +28,9 @@ def write_prompts(path: Path, count: int) -> Path:
     return path
 
 
-def learner_run(root: Path, run_id: str, server: VllmServer, data: Path, **trainer: Any) -> RunFolder:
+def learner_run(
+    root: Path, run_id: str, server: VllmServer, data: Path, processes: int = 2, **trainer: Any
+) -> RunFolder:
     """A run folder whose first attempt uses `server`."""
     settings = {
         "max_completion_length": 12,
@@ -47,7 +49,7 @@ def learner_run(root: Path, run_id: str, server: VllmServer, data: Path, **train
             "reward": {"functions": ["tests.sample_rewards:low_bytes"]},
             "trainer": settings,
             "server": {"gpus": 0, "max_model_len": 512},
-            "learner": {"gpus": 0, "processes_per_node": 2},
+            "learner": {"gpus": 0, "processes_per_node": processes},
         }
     )
     run = RunFolder.create(root, run_id)

@@ -50,7 +50,9 @@ class SampleFeed:
         self._while_waiting = while_waiting
         self._planner = planner or PlannerThread(source)
         self._held: deque[list[Sample]] = deque()  # groups (or their rest) that did not fit any more
-        self._again: deque[GroupResult] = deque()  # groups that a draft of another version took and the next did not need
+        self._again: deque[GroupResult] = (
+            deque()
+        )  # groups that a draft of another version took and the next did not need
         self._draft: Draft | None = None
         self._warned_oversize = False
         self.make_plan = make_plan
@@ -147,6 +149,11 @@ class SampleFeed:
                     f"{self._shape.token_budget} and was dropped; raise token_budget or lower max_completion_length "
                     "(further ones are only counted)"
                 )
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the planner works on the step after the one that is trained."""
+        return self._draft is not None and not self._draft.done
 
     def step_finished(self, plan: StepPlan) -> None:
         """Settle the step's prompts. Call it before the new policy is delivered.

@@ -5,10 +5,12 @@ import os
 import queue
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.learner.inbox import Inbox
 from slipstream.learner.pipeline import Pipeline, Resumed, starting_point
+from slipstream.learner.replay import RECORDING, Recorder
 from slipstream.learner.sync import PolicySync, wire_dtype
 from slipstream.process import new_incarnation
 from slipstream.rollout.setup import LoopSetup, Position
@@ -41,6 +43,8 @@ class LivePipeline(Pipeline):
         self._control.wait_healthy(config.vllm_server_timeout)
         self.capabilities = probe(self._control)
         max_model_len = self._check_server(config)
+        budget = config.token_budget or max_model_len
+        self._recorder = Recorder(recording_path(config), budget) if config.record_samples else None
         self.worker = RolloutWorker(
             trainer.loop_cls,
             {
@@ -57,7 +61,7 @@ class LivePipeline(Pipeline):
         self.worker.start()
         self._inbox = Inbox(self.worker, self._group_arrived)
         self._state_requests = 0
-        super().__init__(trainer, self._inbox, config.token_budget or max_model_len, resumed)
+        super().__init__(trainer, self._inbox, budget, resumed)
 
     def _check_server(self, config: Any) -> int:
         problems = check(
@@ -101,6 +105,8 @@ class LivePipeline(Pipeline):
     def _group_arrived(self, group: GroupResult) -> None:
         trainer = self._trainer
         trainer.reporter.advance()
+        if self._recorder is not None:
+            self._recorder(group)
         if group.table:
             shown = trainer.args.num_completions_to_print
             trainer.reporter.completions(trainer.state.global_step, group.table[:shown])
@@ -143,6 +149,12 @@ class LivePipeline(Pipeline):
         self._inbox.close()
         super().close()
         self._control.close()
+
+
+def recording_path(config: Any) -> Path:
+    """Where an attempt's samples are recorded: among the run's records; outside a run, in the output_dir."""
+    folder = RunFolder(config.run_dir).records(config.attempt) if config.run_dir else Path(config.output_dir)
+    return folder / RECORDING
 
 
 def candidate_problems(capabilities: Capabilities, config: Any) -> list[str]:

@@ -90,7 +90,7 @@ def make_plan(batches: Sequence[MicroBatch]) -> StepPlan:
     samples: list[Sample] = []
     for batch in batches:
         batch.spread()
-        rows = [pack(held) for held in batch.rows]
+        rows = batch.pack()
         planned.append(PlannedMicroBatch(rows, sum(row.num_terms for row in rows), batch.imbalance()))
         samples += [sample for held in batch.rows for sample in held]
     return StepPlan(planned, samples)
