@@ -9,6 +9,7 @@ from slipstream.serving.control import ServerControl, ServerError
 
 GENERATE_ROUTE = "/inference/v1/generate"
 ONE_TOKEN = {"token_ids": [0], "sampling_params": {"max_tokens": 1}}
+NO_REQUEST: dict[str, Any] = {}  # refused for its form, where the route exists
 PROBE_LOGPROBS = 9
 
 
@@ -47,23 +48,32 @@ class Capabilities:
 
 
 def probe(control: ServerControl) -> Capabilities:
-    """Ask the server; where it does not describe itself, two one-token requests decide. Raises ServerError."""
+    """Ask the server; where it does not describe itself, two one-token requests decide. Raises ServerError.
+
+    A server that a dead trainer left paused would answer no generation: it is asked for none.
+    """
     models = control.models()
     if not models:
         raise ServerError("/v1/models", 200, "the server serves no model")
     base = next((model for model in models if model.get("parent") is None), models[0])
+    has_dev_routes = _has(control, "GET", "/is_paused")
+    paused = has_dev_routes and control.is_paused()
     facts: dict[str, Any] = {
         "model": str(base["id"]),
         "max_model_len": base.get("max_model_len"),
-        "has_dev_routes": _has(control, "GET", "/is_paused"),
+        "has_dev_routes": has_dev_routes,
         # a request that works: vLLM logs a traceback for one that does not, and later failures would seem to be that
-        "has_generate_route": _has(control, "POST", GENERATE_ROUTE, ONE_TOKEN),
+        "has_generate_route": _has(control, "POST", GENERATE_ROUTE, NO_REQUEST if paused else ONE_TOKEN),
         "version": _optional(control, "/version").get("version"),
         "kv_cache_tokens": kv_cache_tokens(_metrics(control)),
     }
     info = _optional(control, "/server_info", {"config_format": "json"}).get("vllm_config")
     if isinstance(info, dict):
         facts |= describe(info)
+    elif paused:
+        raise ServerError(
+            "/is_paused", 200, "the server is paused and does not describe itself: POST /resume to it first"
+        )
     else:
         facts |= _measure(control, facts["model"])
     return Capabilities(**facts)
