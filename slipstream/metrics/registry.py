@@ -158,7 +158,12 @@ SECTIONS: tuple[Section, ...] = (
                 "several turns",
             ),
             M("rollout/score_queue_size", "groups", "Finished groups that wait to be scored."),
-            M("rollout/queue_size", "samples", "Scored samples that wait, seen where the trainer takes a group."),
+            M(
+                "rollout/queue_size",
+                "samples",
+                "Scored samples that wait, those drafted for the next step among them; seen where the trainer asks for a step, "
+                "and where a group is taken while it waits.",
+            ),
             M("rollout/score_s", SECONDS, "Time to score a group."),
             M("rollout/score_wait_s", SECONDS, "Time that a finished group waited to be scored."),
             M("rollout/score_block_s", SECONDS, "Time that a finished group waited for room in the scoring queue."),

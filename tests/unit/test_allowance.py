@@ -7,7 +7,7 @@ happen in random order, the planner's moves among them.
 
 import copy
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
@@ -268,6 +268,7 @@ class Run:
     def __post_init__(self):
         self.draw = random.Random(self.seed)
         self.lines: list[dict] = []
+        self.trained: list[tuple[int, int]] = []  # (step, prompt number) of each sample, without what is void
         self.steps = 0
         self.started_while_training = self.started_while_delivering = 0
         self.plans: list = []
@@ -280,6 +281,7 @@ class Run:
         remainder = copy.deepcopy(remainder)
         held = {sample.number for sample in remainder}
         self.lines = [line for line in self.lines if line["step"] <= step]
+        self.trained = [entry for entry in self.trained if entry[0] <= step]
         process = Process(
             self.draw,
             self.mix,
@@ -321,6 +323,7 @@ class Run:
             self.started_while_delivering += len(process.starts) - before
             step += 1
             self.steps += 1
+            self.trained += [(step, sample.number) for sample in plan.samples]
             if step % self.sync_steps == 0:
                 version += 1
                 process.set_version(version)
@@ -352,6 +355,8 @@ class Run:
             assert self.mix.dropped or self.mix.oversize or self.max_staleness == 0
             return self
         assert audit(self.lines, self.prompts, self.epochs) == []
+        often = Counter(number for _, number in self.trained)
+        assert max(often.values(), default=0) <= self.mix.generations, "a group that was split is trained twice"
         return self
 
     def beyond_allowance(self) -> float:

@@ -120,7 +120,7 @@ def test_it_adds_nothing_else_but_where_the_run_is():
     own = {f.name for f in dataclasses.fields(AsyncGRPOConfig)} - {
         f.name for f in dataclasses.fields(TrainingArguments)
     }
-    assert own - set(OWN) == {"vllm_server_token_file", "reward_timeout", "run_dir", "attempt"}
+    assert own - set(OWN) == {"vllm_server_token_file", "reward_timeout", "record_samples", "run_dir", "attempt"}
     assert set(OWN) <= own
 
 
