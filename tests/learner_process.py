@@ -29,9 +29,16 @@ def write_prompts(path: Path, count: int) -> Path:
 
 
 def learner_run(
-    root: Path, run_id: str, server: VllmServer, data: Path, processes: int = 2, **trainer: Any
+    root: Path,
+    run_id: str,
+    server: VllmServer,
+    data: Path,
+    *,
+    sections: dict[str, dict[str, Any]] | None = None,
+    **trainer: Any,
 ) -> RunFolder:
-    """A run folder whose first attempt uses `server`."""
+    """A run folder whose first attempt uses `server`. `sections`: further settings of other sections than the trainer."""
+    more = sections or {}
     settings = {
         "max_completion_length": 12,
         "num_generations": 4,
@@ -45,11 +52,11 @@ def learner_run(
         {
             "name": "test",
             "model": {"name": str(server.model)},
-            "data": {"source": str(data)},
+            "data": {"source": str(data), **more.get("data", {})},
             "reward": {"functions": ["tests.sample_rewards:low_bytes"]},
             "trainer": settings,
             "server": {"gpus": 0, "max_model_len": 512},
-            "learner": {"gpus": 0, "processes_per_node": processes},
+            "learner": {"gpus": 0, "processes_per_node": 2, **more.get("learner", {})},
         }
     )
     run = RunFolder.create(root, run_id)

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from slipstream.learner.account import TokenAccount
 from slipstream.learner.plan import StepPlan
 from slipstream.metrics.window import Window
@@ -226,7 +228,9 @@ def observe(plan: StepPlan, version: int, token_budget: int, window: Window) -> 
     add("batch/groups_per_step", len(plan.oldest_versions))
     add("batch/microbatches_per_step", len(plan.micro_batches))
     add("batch/pad_frac", 0.0)
-    add("batch/masked_token_frac", 1 - plan.num_trained / plan.num_forwarded, plan.num_forwarded)
+    # a shared token that several samples train is one token that is forwarded
+    predicting = sum(len(np.unique(row.predict)) for row in plan.rows)
+    add("batch/masked_token_frac", 1 - predicting / plan.num_forwarded, plan.num_forwarded)
     add("batch/packing_ratio", sum(row.raw_tokens for row in plan.rows) / plan.num_forwarded, plan.num_forwarded)
     for batch in plan.micro_batches:
         add("batch/row_imbalance", batch.imbalance)

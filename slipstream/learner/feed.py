@@ -90,13 +90,13 @@ class SampleFeed:
         finally:
             self._source.step_planned()
             self.waiting_since = None
-        self._window.add("perf/rollout_wait_s", max(draft.filled_at - begun, 0.0))
         if draft.error is not None:
             raise draft.error
         self._held, self._again = draft.held, draft.again
         plan = draft.plan
         if plan is None:
             return None
+        self._window.add("perf/rollout_wait_s", max(draft.filled_at - begun, 0.0))
         self._ledger.in_step(plan.oldest_versions)
         if self._shape.max_staleness > 0:
             self._account.used(plan.cost)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from slipstream.rollout.types import EndOfData, EvalResult, GroupResult
+from slipstream.rollout.types import EndOfData, EvalResult, GroupResult, Observation
 from slipstream.rollout.worker import RolloutWorker
 
 POLL_S = 0.2
@@ -31,6 +31,7 @@ class Inbox:
         self._groups: deque[GroupResult] = deque()
         self._answers: dict[tuple[str, int], Any] = {}
         self._ended = False
+        self._last_report: list[Observation] = []
         self._closed = False
         self._taking = self._awaited = False
         self._error: BaseException | None = None
@@ -60,6 +61,7 @@ class Inbox:
                 self._tell_worker()
             elif isinstance(message, EndOfData):
                 self._ended = True
+                self._last_report = message.observations
             elif isinstance(message, EvalResult):
                 self._answers["evaluate", message.request] = message
             else:
@@ -93,6 +95,12 @@ class Inbox:
             with self._changed:
                 self._taking = False
                 self._tell_worker()
+
+    def last_report(self) -> list[Observation]:
+        """What came with the end of the data, once."""
+        with self._changed:
+            found, self._last_report = self._last_report, []
+        return found
 
     def publish(self, allowance_total: int) -> None:
         self._worker.allowance.value = allowance_total

@@ -116,7 +116,7 @@ def kv_cache_tokens(metrics: str) -> int | None:
 
 def _has(control: ServerControl, method: str, route: str, body: dict[str, Any] | None = None) -> bool:
     try:
-        control.call(method, route, json=body)
+        control.call(method, route, repeat=True, json=body)  # one token more does no harm
     except ServerError as error:
         if error.status is None or error.status == 401:
             raise
@@ -126,7 +126,7 @@ def _has(control: ServerControl, method: str, route: str, body: dict[str, Any] |
 
 def _optional(control: ServerControl, route: str, params: dict[str, str] | None = None) -> dict[str, Any]:
     try:
-        value = control.call("GET", route, params=params).json()
+        value = control.call("GET", route, repeat=True, params=params).json()
     except (ServerError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -134,7 +134,7 @@ def _optional(control: ServerControl, route: str, params: dict[str, str] | None 
 
 def _metrics(control: ServerControl) -> str:
     try:
-        return control.metrics()
+        return control.metrics(repeat=True)
     except ServerError:
         return ""
 
@@ -156,7 +156,7 @@ def _gap(control: ServerControl, model: str, temperature: float) -> float:
     """Nats between the likeliest and the least likely token that the server reports for the first token."""
     body = {"model": model, "prompt": "1", "max_tokens": 1, "seed": 0, "logprobs": PROBE_LOGPROBS}
     sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "return_tokens_as_token_ids": True}
-    answer = control.call("POST", "/v1/completions", json=body | sampling).json()
+    answer = control.call("POST", "/v1/completions", repeat=True, json=body | sampling).json()
     # the sampled token comes on top of the likeliest ones and must not decide
     values = sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)[: PROBE_LOGPROBS - 1]
     return float(values[0] - values[-1])

@@ -39,7 +39,12 @@ def losses(logs: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
 
 def test_a_recorded_run_replayed_takes_the_same_steps(vllm_server: VllmServer, tmp_path: Path) -> None:
     data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
-    settings = {"processes": 1, "max_steps": STEPS, "record_samples": True, "token_budget": 128}
+    settings = {
+        "sections": {"learner": {"processes_per_node": 1}},
+        "max_steps": STEPS,
+        "record_samples": True,
+        "token_budget": 128,
+    }
     run = learner_run(tmp_path / "runs", "recorded", vllm_server, data, **settings)
     with learner(run, 1) as leader:
         finish(run, leader, 1)
