@@ -113,6 +113,7 @@ class AsyncGRPOConfig(TrainingArguments):
     # logging
     log_completions: bool = _field("log_completions")
     num_completions_to_print: int | None = _field("num_completions_to_print")
+    record_samples: bool = _field("record_samples")
 
     # where a run folder is
     run_dir: str | None = field(default=None, metadata={"help": "The run folder; None outside a run."})

@@ -245,6 +245,11 @@ class TrainerSection(Section):
         ge=1,
         description="How many to print when completions are logged; empty: all.",
     )
+    record_samples: bool = Field(
+        False,
+        title="Record samples",
+        description="Write every group of samples to samples.pickle of the records, so that the training can be replayed.",
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> "TrainerSection":

@@ -5,7 +5,7 @@ A prompt is settled when each of its samples was trained in a finished optimizer
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -45,7 +45,11 @@ class History:
 
 
 class Ledger:
-    """Settles prompts. Single-threaded: everything happens on the training thread, so a line's step is unambiguous."""
+    """Settles prompts. Single-threaded: everything happens on the training thread, so a line's step is unambiguous.
+
+    What the planner finds while a step is trained is said here once the next step is asked for, so that a checkpoint of
+    the step in between does not hold it, and its line names the step that a resume from there voids.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class Ledger:
         self._write = write
         self._diagnose = diagnose
         self._open: dict[int, _Open] = {}
-        self._in_step: list[Sample] = []
+        self._in_step: dict[int, list[int]] = {}
         self._epoch_outcomes: dict[int, Counter[str]] = {}  # of the epochs that are not over
         self._epoch_settled: Counter[int] = Counter()
         if length is not None:
@@ -152,20 +156,20 @@ class Ledger:
         entry.outcomes[reason] += 1
         self._settle_if_done(sample.number)
 
-    def in_step(self, samples: Iterable[Sample]) -> None:
-        """These samples are in the step being trained; they count once it has finished."""
-        self._in_step += samples
+    def in_step(self, oldest_versions: Mapping[int, list[int]]) -> None:
+        """Samples that are in the step being trained, by prompt number; they count once it has finished."""
+        for number, versions in oldest_versions.items():
+            self._in_step.setdefault(number, []).extend(versions)
 
     def step_finished(self) -> None:
         """The optimizer step is done: what was in it is trained."""
         self._step += 1
-        samples, self._in_step = self._in_step, []
-        for sample in samples:
-            entry = self._open[sample.number]
-            entry.outstanding -= 1
-            entry.outcomes[TRAINED] += 1
-            entry.versions.append(sample.oldest_version)
-        for number in dict.fromkeys(sample.number for sample in samples):
+        trained, self._in_step = self._in_step, {}
+        for number, versions in trained.items():
+            entry = self._open[number]
+            entry.outstanding -= len(versions)
+            entry.outcomes[TRAINED] += len(versions)
+            entry.versions += versions
             self._settle_if_done(number, self._step)
 
     def partly_trained(self) -> set[int]:

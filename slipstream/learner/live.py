@@ -4,10 +4,12 @@ import os
 import queue
 import warnings
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.learner.inbox import Inbox
 from slipstream.learner.pipeline import Pipeline, Resumed, starting_point
+from slipstream.learner.replay import RECORDING, Recorder
 from slipstream.learner.sync import PolicySync, wire_dtype
 from slipstream.process import new_incarnation
 from slipstream.rollout.machinery import RECENT_GROUPS
@@ -44,6 +46,8 @@ class LivePipeline(Pipeline):
         self._control.wait_healthy(config.vllm_server_timeout)
         self.capabilities = probe(self._control)
         max_model_len = self._check_server(config)
+        budget = config.token_budget or max_model_len
+        self._recorder = Recorder(recording_path(config), budget) if config.record_samples else None
         self.worker = RolloutWorker(
             trainer.loop_cls,
             {
@@ -61,9 +65,9 @@ class LivePipeline(Pipeline):
         self.worker.start()
         known = resumed[0].group_tokens if resumed else None
         self._sizes: deque[float] = deque([] if known is None else [known], maxlen=RECENT_GROUPS)
-        self._inbox = Inbox(self.worker, self._group_arrived, trainer.speak_if_silent)
+        self._inbox = Inbox(self.worker, self._group_arrived)
         self._state_requests = 0
-        super().__init__(trainer, self._inbox, config.token_budget or max_model_len, resumed)
+        super().__init__(trainer, self._inbox, budget, resumed)
 
     def _check_server(self, config: Any) -> int:
         problems = check(
@@ -107,12 +111,14 @@ class LivePipeline(Pipeline):
     def _group_arrived(self, group: GroupResult) -> None:
         trainer = self._trainer
         trainer.reporter.advance()
+        if self._recorder is not None:
+            self._recorder(group)
         if group.size:
             self._sizes.append(group.size)
         if group.table:
             shown = trainer.args.num_completions_to_print
             trainer.reporter.completions(trainer.state.global_step, group.table[:shown])
-            trainer.completions += group.table
+            trainer.completions.extend(group.table)
 
     def make_sync(self, version: int) -> PolicySync:
         config = self._trainer.args
@@ -154,7 +160,14 @@ class LivePipeline(Pipeline):
     def close(self) -> None:
         self.worker.stop()
         self._inbox.close()
+        super().close()
         self._control.close()
+
+
+def recording_path(config: Any) -> Path:
+    """Where an attempt's samples are recorded: among the run's records; outside a run, in the output_dir."""
+    folder = RunFolder(config.run_dir).records(config.attempt) if config.run_dir else Path(config.output_dir)
+    return folder / RECORDING
 
 
 def candidate_problems(capabilities: Capabilities, config: Any) -> list[str]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.duration import changed_settings, nothing_left
-from slipstream.learner.feed import SampleFeed, Source
+from slipstream.learner.feed import SampleFeed
 from slipstream.learner.ledger import Ledger
+from slipstream.learner.planner import Source
 from slipstream.learner.sync import PolicySync
 from slipstream.rollout.setup import Position
 
@@ -149,7 +150,8 @@ class Pipeline(ABC):
             ckpt.save_samples(path / ckpt.REMAINDER_FILE, remainder)
 
     def close(self) -> None:
-        """Stop what it started."""
+        """Stop what it started; the source must not block any more."""
+        self.feed.close()
 
 
 def loop_name(loop_cls: type) -> str:

@@ -19,12 +19,13 @@ from slipstream.data import fingerprint
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.adapter import add_adapter, check_adapter
 from slipstream.learner.duration import Duration, num_prompts, plan_duration, realign
-from slipstream.learner.feed import PlannedMicroBatch, StepPlan
 from slipstream.learner.forward import to_tensors, token_terms
+from slipstream.learner.handover import Handover
 from slipstream.learner.live import LivePipeline
 from slipstream.learner.narrator import Narrator
 from slipstream.learner.observe import row_observations
 from slipstream.learner.pipeline import Pipeline
+from slipstream.learner.plan import Share, StepPlan
 from slipstream.learner.preparation import (
     as_dict,
     check_dataset,
@@ -42,7 +43,6 @@ from slipstream.learner.trackers import track
 from slipstream.learner.window_log import WindowLog
 from slipstream.metrics.verdict import Limits
 from slipstream.metrics.window import Window
-from slipstream.packing.trie import pack
 from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.main_module import stop_here_in_rollout_process
 from slipstream.rollout.scoring import unique_names
@@ -192,6 +192,7 @@ class AsyncGRPOTrainer(WindowLog, Trainer):
         self._objects = (
             dist.new_group(backend="gloo", timeout=WAIT_FOR_ROLLOUTS) if self.accelerator.num_processes > 1 else None
         )
+        self._handover = Handover(self._objects)
         self._router = router_loss(self.model, args.router_aux_loss_coef)
         peak, ranks = device_peak(args, self.model.dtype), self.accelerator.num_processes
         self._speed = SpeedMeter(self.model.config, peft_config is None, peak, ranks)
@@ -301,45 +302,27 @@ class AsyncGRPOTrainer(WindowLog, Trainer):
     def get_train_dataloader(self) -> Any:
         return _Steps(self)
 
-    def _next_step(self) -> list[dict[str, Any]] | None:
-        """This rank's micro-batches of the next optimizer step; None when the run is over. Blocks until they are there.
-
-        There are always `gradient_accumulation_steps` of them: a last, shorter step is filled up with rows without loss
-        terms, and `num_micro_batches` says how many count.
-        """
-        if self._ended or self.state.global_step >= self.args.max_steps:
+    def _next_step(self) -> Share | None:
+        """This rank's micro-batches of the next optimizer step; None when the run is over. Blocks until they are there."""
+        step = self.state.global_step
+        if self._ended or step >= self.args.max_steps:
             return None
-        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
-        shares: list[Any] = [None] * ranks
-        if self._pipeline is not None:
-            self.reporter.phase("waiting for rollouts", step=self.state.global_step)
-            self._plan = self._pipeline.feed.next_step(self._sync.version)
-            self.reporter.phase("training", step=self.state.global_step)
-            if self._plan is not None:
-                shares = [self._share(self._plan.micro_batches, r) for r in range(ranks)]
-        mine = [None]
-        if self._objects is None:
-            mine = shares
+        if self._pipeline is None:
+            share = self._handover.receive()
         else:
-            dist.scatter_object_list(mine, shares if rank == 0 else None, src=0, group=self._objects)
-        if mine[0] is None:
-            self._ended = True
-            return None
+            self.reporter.phase("waiting for rollouts", step=step)
+            another = step + 1 < self.args.max_steps
+            following = self._sync.version + self._syncs_after(step + 1) if another else None
+            self._plan = self._pipeline.feed.next_step(self._sync.version, following)
+            self.reporter.phase("training", step=step)
+            share = self._handover.send(self._plan)
+        self._ended = share is None
         self._forward_s = self._forward_backward_s = 0.0
-        return mine[0]
+        return share
 
-    def _share(self, batches: list[PlannedMicroBatch], rank: int) -> list[dict[str, Any]]:
-        counted = [
-            {
-                "row": b.rows[rank],
-                "num_tokens": b.num_tokens,
-                "num_rows": sum(row.num_samples > 0 for row in b.rows),
-                "num_micro_batches": len(batches),
-            }
-            for b in batches
-        ]
-        filler = {"row": pack([]), "num_tokens": 1, "num_rows": 1, "num_micro_batches": len(batches)}
-        return counted + [filler] * (self.args.gradient_accumulation_steps - len(batches))
+    def _syncs_after(self, step: int) -> bool:
+        """Whether the policy is delivered at the end of this optimizer step, counted from 1."""
+        return step % self.args.weight_sync_steps == 0
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
         batches: list[Any] = []
@@ -402,10 +385,8 @@ class AsyncGRPOTrainer(WindowLog, Trainer):
         if self._pipeline is not None and self._plan is not None:
             self._pipeline.feed.step_finished(self._plan)
             # kept in the trainer's state, so that a resumed run counts on
-            self.state.num_input_tokens_seen += sum(
-                row.num_tokens for batch in self._plan.micro_batches for row in batch.rows
-            )
-        if self.state.global_step % self.args.weight_sync_steps == 0:
+            self.state.num_input_tokens_seen += self._plan.num_forwarded
+        if self._syncs_after(self.state.global_step):
             begun = time.monotonic()
             self.reporter.phase("delivering weights", step=self.state.global_step)
             if self.accelerator.num_processes > 1:

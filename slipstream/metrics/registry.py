@@ -185,8 +185,9 @@ SECTIONS: tuple[Section, ...] = (
         M(
             "rollout/queue_size",
             "samples",
-            "Scored samples that wait, seen where the trainer takes a group.",
-            over="groups taken",
+            "Scored samples that wait, those drafted for the next step among them; seen where the trainer asks for a step, "
+            "and where a group is taken while it waits.",
+            over="sightings",
         ),
         M("rollout/score_s", SECONDS, "Time to score a group.", over="groups"),
         M("rollout/score_wait_s", SECONDS, "Time that a finished group waited to be scored.", over="groups"),

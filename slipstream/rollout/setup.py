@@ -17,6 +17,9 @@ class Position:
     first_unsettled: int = 0
     settled_beyond: frozenset[int] = field(default_factory=frozenset)
 
+    def is_settled(self, number: int) -> bool:
+        return number < self.first_unsettled or number in self.settled_beyond
+
     def numbers(self, end: int | None) -> Iterator[int]:
         """Prompt numbers to generate, in order, up to `end` (exclusive; None: for ever)."""
         number = self.first_unsettled

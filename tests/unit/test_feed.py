@@ -29,6 +29,9 @@ class Listed:
     def publish(self, total):
         self.published.append(total)
 
+    def step_awaited(self):
+        """A list waits for nothing."""
+
     def step_planned(self):
         self.published.append("planned")
 

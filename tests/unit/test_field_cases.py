@@ -206,6 +206,9 @@ class Listed:
     def publish(self, allowance_total: int) -> None:
         self.allowance = allowance_total
 
+    def step_awaited(self):
+        """A list waits for nothing."""
+
     def step_planned(self) -> None:
         """Nothing."""
 

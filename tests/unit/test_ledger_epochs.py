@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.learner.ledger import History, Ledger, NothingTrained
+from slipstream.learner.plan import StepPlan
 from slipstream.rollout.setup import Position
 from slipstream.rollout.types import STALE, TRAINED, ZERO_STD, GroupResult
 from tests.samples import make_result, make_sample
@@ -19,7 +20,7 @@ def dropped(epoch: int, position: int, number: int, reason: str = ZERO_STD) -> G
 def train(book: Ledger, number: int, length: int, count: int = 1) -> None:
     samples = [make_sample([1], [2], number=number) for _ in range(count)]
     book.arrived(make_result(number, samples, length))
-    book.in_step(samples)
+    book.in_step(StepPlan([], samples).oldest_versions)
     book.step_finished()
 
 
@@ -70,7 +71,7 @@ def test_a_trained_sample_of_a_split_group_is_enough() -> None:
     lines: list[dict[str, Any]] = []
     book.arrived(make_result(0, samples, 2, {"failed": 1}))
     book.arrived(dropped(0, 1, 1))
-    book.in_step(samples[:1])
+    book.in_step(StepPlan([], samples[:1]).oldest_versions)
     book.step_finished()
     new = Ledger(2, book.position, lines.append)
     new.restore(samples[1:], book.history)

@@ -5,6 +5,7 @@ import json
 import logging
 import queue
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,15 @@ import pytest
 
 from slipstream.config import AsyncGRPOConfig
 from slipstream.learner.completions import print_completions
+from slipstream.learner.feed import SampleFeed
 from slipstream.learner.inbox import Inbox
-from slipstream.learner.ledger import NothingTrained
+from slipstream.learner.ledger import Ledger, NothingTrained
 from slipstream.learner.narrator import Narrator
+from slipstream.learner.replay import ReplaySource
 from slipstream.learner.reporter import Reporter
 from slipstream.metrics.verdict import Limits
+from slipstream.metrics.window import Window
+from slipstream.rollout.setup import Position
 from slipstream.rollout.types import ZERO_STD, EndOfData, GroupResult
 from slipstream.run_folder import RunFolder, read_jsonl
 from tests.learner_replay import ReplayTrainer, made_up_group, replay_config, tiny_model
@@ -95,12 +100,40 @@ def replayed(tmp_path: Path, groups, **changes) -> tuple[ReplayTrainer, list]:
     return trainer, trainer.reporter.windows
 
 
-def test_a_run_without_a_step_speaks_all_the_same(tmp_path: Path) -> None:
+class OneByOne(ReplaySource):
+    """A dropped group comes when the trainer waits, and whatever is next once the trainer has spoken of it."""
+
+    windows: list[tuple[int, dict, dict]]
+    awaited: threading.Event
+    handed_out = 0
+
+    def take(self) -> GroupResult | None:
+        end = time.monotonic() + 60
+        while sum("loss" not in w[1] and "frac_reward_zero_std" in w[1] for w in self.windows) < self.handed_out:
+            assert time.monotonic() < end, "nothing was said"
+            time.sleep(0.001)
+        group = super().take()
+        if group is not None and not group.samples:
+            self.handed_out += 1
+            assert self.awaited.wait(60)
+        return group
+
+    def step_awaited(self) -> None:
+        self.awaited.set()
+
+    def step_planned(self) -> None:
+        self.awaited.clear()
+
+
+def test_a_run_without_a_step_speaks_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps' worth of groups, then five that are dropped, then more to train; the interval is over at once."""
     groups = [made_up_group(number, 3, 5, 12) for number in range(12)]
     groups[4:9] = [all_wrong(number, 12) for number in range(4, 9)]
     trainer, windows = replayed(tmp_path, groups)
     trainer.speak_after_s = 0.0
+    monkeypatch.setattr(OneByOne, "windows", windows, raising=False)
+    monkeypatch.setattr(OneByOne, "awaited", threading.Event(), raising=False)
+    monkeypatch.setattr("slipstream.learner.replay.ReplaySource", OneByOne)
     trainer.train()
     silent = [
         (step, values, texts)
@@ -220,18 +253,29 @@ def test_without_log_completions_nothing_is_printed(tmp_path: Path, capsys: pyte
 # ---- where it comes from and goes to
 
 
-def test_the_inbox_lets_the_trainer_speak_while_it_waits() -> None:
-    worker = SimpleNamespace(rollouts=queue.Queue(), trainer_waits=SimpleNamespace(value=0), check=lambda: None)
-    spoken = threading.Event()
+def test_the_feed_lets_the_trainer_speak_while_it_waits() -> None:
+    """On the training thread: what is said must not change under what trains."""
+    worker = SimpleNamespace(
+        rollouts=queue.Queue(),
+        trainer_waits=SimpleNamespace(value=0),
+        allowance=SimpleNamespace(value=0),
+        check=lambda: None,
+    )
+    spoken = []
 
     def speak() -> None:
-        spoken.set()
+        spoken.append(threading.current_thread())
         worker.rollouts.put(EndOfData(0))
 
-    inbox = Inbox(worker, while_waiting=speak)  # type: ignore[arg-type]
-    assert inbox.take() is None
-    assert spoken.is_set()
+    inbox = Inbox(worker)  # type: ignore[arg-type]
+    shape = {"ranks": 1, "accumulation": 1, "token_budget": 10, "max_staleness": 1}
+    window = Window()
+    ledger = Ledger(10, Position())
+    feed = SampleFeed(inbox, ledger, window, **shape, warn=print, while_waiting=speak)  # type: ignore[arg-type]
+    assert feed.next_step(0) is None
+    assert set(spoken) == {threading.current_thread()}
     inbox.close()
+    feed.close()
 
 
 def test_words_stand_beside_the_numbers(tmp_path: Path) -> None:
