@@ -1,9 +1,7 @@
 """The pipeline of a live run: the server's connection and the rollout process."""
 
-import math
 import os
 import queue
-import sys
 import warnings
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -59,6 +57,7 @@ class LivePipeline(Pipeline):
             self._setup(trainer, end, resumed, max_model_len),
             config.rollout_worker_timeout,
         )
+        self.worker.version.value = resumed[0].model_version if resumed else 0  # what staleness counts from
         self.worker.start()
         known = resumed[0].group_tokens if resumed else None
         self._sizes: deque[float] = deque([] if known is None else [known], maxlen=RECENT_GROUPS)
@@ -84,8 +83,6 @@ class LivePipeline(Pipeline):
         self, trainer: "AsyncGRPOTrainer", end: int | None, resumed: Resumed | None, max_model_len: int
     ) -> LoopSetup:
         position, remainder = starting_point(resumed)
-        config = trainer.args
-        streamed = trainer.num_prompts is None and config.max_steps == sys.maxsize
         shuffle, seed = trainer._order
         return LoopSetup(
             run_id=self.run_id,
@@ -97,7 +94,8 @@ class LivePipeline(Pipeline):
             # what rank 0 still holds is neither settled nor to be generated again
             position=Position(position.first_unsettled, position.settled_beyond | {s.number for s in remainder}),
             end=end,
-            epochs=math.ceil(config.num_train_epochs) if streamed else None,
+            epochs=trainer.duration.epochs,
+            first_epoch=resumed[0].epoch if resumed and trainer.num_prompts is None else 0,
             shuffle=shuffle,
             seed=seed,
             eval_dataset=trainer.eval_dataset,

@@ -20,11 +20,11 @@ from slipstream.rollout.client import SamplingSettings, VLLMClient
 from slipstream.rollout.concurrency import ConcurrencyCap
 from slipstream.rollout.observe import group_observations
 from slipstream.rollout.outcome import completions_table, split_group
-from slipstream.rollout.prompts import Prompt, RejectionWatch, prompts
+from slipstream.rollout.prompts import Prompt, RejectionWatch, read_prompts
 from slipstream.rollout.scoring import reward_arguments, score, total_rewards, unique_names
 from slipstream.rollout.sequences import assign_costs, build_sequences
 from slipstream.rollout.server_load import parse_load
-from slipstream.rollout.setup import LoopSetup
+from slipstream.rollout.setup import LoopSetup, checked_state
 from slipstream.rollout.types import GroupResult, Message, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -332,7 +332,7 @@ class LoopMachinery(ABC):
         """Start groups in prompt order as the bounds allow; at the end of the data wait for the last, and say so."""
         watch = RejectionWatch()
         begun_prompts = 0
-        for prompt in prompts(self.dataset, self._setup):
+        async for prompt in read_prompts(self.dataset, self._setup):
             begun_prompts += 1
             admitted = self.filter_prompt(prompt.row_index, prompt.row, prompt.epoch)
             watch.see(prompt, not admitted)
@@ -387,6 +387,7 @@ class LoopMachinery(ABC):
         """Beat, report, abort what is too old, answer commands; returns when asked to stop."""
         reported, tokens = time.monotonic(), 0
         pending: set[asyncio.Task[None]] = set()
+        state_requests: list[int] = []
 
         async def answer(request: int) -> None:
             self._buffer.put(await self.evaluate(request))
@@ -402,7 +403,9 @@ class LoopMachinery(ABC):
                     pending.add(task)
                     task.add_done_callback(self._raise_fatal)
                 elif kind == "state":
-                    self._buffer.put(("state", argument, self.state_dict()))
+                    state_requests.append(argument)
+            while self._is_set_up and state_requests:
+                self._buffer.put(("state", state_requests.pop(), checked_state(type(self).__name__, self.state_dict())))
             if now - reported >= self.report_s:
                 self._report(now - reported, self._generated_tokens - tokens)
                 reported, tokens = now, self._generated_tokens
@@ -456,16 +459,17 @@ class LoopMachinery(ABC):
             await asyncio.sleep(self.server_poll_s)
 
     async def _main(self) -> None:
-        self._stopping = False
+        self._stopping = self._is_set_up = False
         self._fatal = asyncio.get_running_loop().create_future()
         self._executor = ThreadPoolExecutor(max_workers=16, thread_name_prefix="reward")
         await self._client.open()
         tasks: list[asyncio.Task[None]] = []
         serve = asyncio.create_task(self._serve())
         try:
+            await self.setup()
             if self._setup.loop_state:
                 self.load_state_dict(self._setup.loop_state)
-            await self.setup()
+            self._is_set_up = True
             tasks = [asyncio.create_task(self._score_groups()) for _ in range(SCORERS)]
             tasks.append(asyncio.create_task(self._dispatch()))
             tasks.append(asyncio.create_task(self._follow_load()))

@@ -247,16 +247,18 @@ def test_prompts_without_room(case: Case) -> None:
     problem = case.only(server=server, trainer={"max_completion_length": 64})
     assert problem.key == "server.max_model_len"
     assert "even the shortest prompt has 300 tokens" in problem.message
-    problem = case.only(trainer={"token_budget": 300})
+    budget = {"token_budget": 300, "max_completion_length": 8}
+    problem = case.only(trainer=budget)
     assert problem.key == "trainer.token_budget"
     assert "even the shortest prompt has 300 tokens" in problem.message
-    assert preflight(case.config(trainer={"token_budget": 301})) == []
+    assert preflight(case.config(trainer=budget | {"token_budget": 301})) == []
 
 
 def test_the_system_prompt_takes_room(case: Case) -> None:
     (case.model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
     system = "a " * 300
-    problem = case.only(data={"system_prompt": system}, trainer={"token_budget": 300})
+    trainer = {"token_budget": 300, "max_completion_length": 8}
+    problem = case.only(data={"system_prompt": system}, trainer=trainer)
     assert problem.key == "trainer.token_budget"
 
 
