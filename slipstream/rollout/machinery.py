@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.packing.sample import Sample
 from slipstream.rollout import types as t
 from slipstream.rollout.allowance import Outstanding, is_ahead, may_start
 from slipstream.rollout.client import SamplingSettings, VLLMClient
@@ -22,7 +21,7 @@ from slipstream.rollout.observe import group_observations
 from slipstream.rollout.outcome import completions_table, split_group
 from slipstream.rollout.prompts import Prompt, RejectionWatch, read_prompts
 from slipstream.rollout.scoring import reward_arguments, score, total_rewards, unique_names
-from slipstream.rollout.sequences import assign_costs, build_sequences
+from slipstream.rollout.sequences import assign_costs, sort_out
 from slipstream.rollout.server_load import parse_load
 from slipstream.rollout.setup import LoopSetup, checked_state
 from slipstream.rollout.types import GroupResult, Message, Rollout, RolloutGroup
@@ -185,20 +184,7 @@ class LoopMachinery(ABC):
     async def _run_group(self, prompt: Prompt, prompt_ids: list[int], version: int) -> None:
         row = prompt.row
         outcomes = await self._generate_group(prompt.number, row["prompt"], prompt_ids)
-        rollouts: list[Rollout | None] = []
-        sequences: list[list[Sample]] = []
-        failed: list[Exception] = []
-        for outcome in outcomes:
-            error = outcome if isinstance(outcome, Exception) else None
-            made: list[Sample] = []
-            if not isinstance(outcome, Exception):
-                try:
-                    made = build_sequences(outcome.turns)
-                except ValueError as contradiction:
-                    error = contradiction
-            rollouts.append(None if isinstance(outcome, Exception) or error else outcome)
-            sequences.append(made)
-            failed += [error] if error else []
+        rollouts, sequences, failed = sort_out(outcomes)
         self._rollouts_failed += len(failed)
         self._rollouts_ok += len(outcomes) - len(failed)
         if failed:

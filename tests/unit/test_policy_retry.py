@@ -11,8 +11,9 @@ import slipstream.learner.sync as sync_module
 from slipstream.learner.sync import PolicySync
 from slipstream.serving import control as control_module
 from slipstream.serving.control import ServerControl, ServerError
+from slipstream.serving.delivery import TransferError, close_delivery, failure
 from slipstream.serving.group import GroupError, GroupTimeout
-from slipstream.serving.transport import SyncTimes, TransferError, close_delivery, failure
+from slipstream.serving.transport import SyncTimes
 from tests.fault_proxy import FaultProxy
 from tests.steering_server import SteeringServer
 
