@@ -24,6 +24,7 @@ BEYOND_THE_PAGE = {
     "activation_checkpointing",
     "activation_checkpointing_kwargs",
     "vllm_server_token_file",
+    "record_samples",
     "reward_timeout",
     "run_dir",
     "attempt",

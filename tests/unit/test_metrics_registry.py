@@ -59,7 +59,7 @@ rollout/fork_frac | 0 to 1 | mean over turn changes
 rollout/drift_tokens_mean | tokens | mean over turn changes
 rollout/drift_tokens_max | tokens | max
 rollout/score_queue_size | groups | mean over reports
-rollout/queue_size | samples | mean over groups taken
+rollout/queue_size | samples | mean over sightings
 rollout/score_s | s | mean over groups
 rollout/score_wait_s | s | mean over groups
 rollout/score_block_s | s | mean over groups
