@@ -1,0 +1,108 @@
+"""A bed's folders and mounts on this host: shared, size-limited and read-only storage; cleaning up."""
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+from slurm.bed.configuration import write_all
+from slurm.bed.description import STATE_FILE, BedError, Description
+
+OPEN = ("shared", "limited", "readonly")  # every user may write there, as far as the storage lets them
+PLAIN = ("etc", "state", "spool", "log", "run", "dev", "tmp", "home", "cgroup/freezer")
+
+
+def mounted_under(folder: str) -> list[str]:
+    """Mount points in or below `folder` on this host, the innermost first."""
+    found = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        place = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), line.split()[4])
+        if place == folder or place.startswith(f"{folder}/"):
+            found.append(place)
+    return sorted(found, key=len, reverse=True)
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, text=True, capture_output=True)
+    if done.returncode:
+        raise BedError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def create(bed: Description) -> None:
+    """Folders, fake GPUs, key, configuration and the two storages to fail on. The bed's folder exists already."""
+    folder = bed.path
+    folder.chmod(0o755)
+    for name in (*PLAIN, *OPEN):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "munge").mkdir(mode=0o700)
+    key = folder / "munge" / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    for number in range(bed.gpus):
+        os.mknod(folder / "dev" / f"nvidia{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # SLURM wants devices
+    for user, uid in bed.users.items():
+        home = bed.home(user)
+        home.mkdir(mode=0o700)
+        os.chown(home, uid, uid)
+    run("mount", "-t", "tmpfs", "-o", f"size={bed.limited_mb}m,mode=1777,nosuid,nodev", "bed-limited", f"{folder}/limited")
+    run("mount", "-t", "tmpfs", "-o", "size=16m,mode=1777,nosuid,nodev", "bed-readonly", f"{folder}/readonly")
+    for name in OPEN:
+        (folder / name).chmod(0o1777)
+    (folder / "readonly" / "README").write_text("Nothing can be written here.\n")
+    run("mount", "-o", "remount,ro", f"{folder}/readonly")
+    write_all(bed)
+
+
+def change(bed: Description, name: str, setting: str) -> None:
+    """Makes a storage `ro`, `rw` or N MB large, for all machines at once.
+
+    Raises BedError where the kernel refuses: read-only while a file is open for writing, smaller than what is in it."""
+    if name not in ("limited", "readonly"):
+        raise BedError(f"no storage {name!r}: limited or readonly")
+    option = f"size={setting}m" if setting.isdigit() else setting
+    if option not in ("ro", "rw") and not setting.isdigit():
+        raise BedError(f"a storage is made ro, rw or a number of MB large, not {setting!r}")
+    run("mount", "-o", f"remount,{option}", f"{bed.path / name}")
+
+
+def freezer_works(folder: Path) -> bool:
+    """Whether this host has the freezer of cgroup v1, which lets SLURM find every process of a job."""
+    place = folder / "cgroup" / "freezer"
+    place.mkdir(parents=True, exist_ok=True)
+    if subprocess.run(["mount", "-t", "cgroup", "-o", "freezer", "freezer", place], capture_output=True).returncode:
+        return False
+    subprocess.run(["umount", place], check=True)
+    return True
+
+
+def remove_cgroup(folder: Path, name: str) -> None:
+    place = folder / "cgroup" / "freezer"
+    if not place.is_dir():
+        return
+    if subprocess.run(["mount", "-t", "cgroup", "-o", "freezer", "freezer", place], capture_output=True).returncode:
+        return
+    for group, _, _ in os.walk(place / name, topdown=False):
+        os.rmdir(group)
+    subprocess.run(["umount", place], check=True)
+
+
+def unmount(folder: str) -> None:
+    for place in mounted_under(folder):
+        run("umount", place)
+
+
+def delete(folder: Path) -> None:
+    """Removes a bed's folder. Never reaches into another file system."""
+    if not folder.exists():
+        return
+    if left := mounted_under(str(folder)):
+        raise BedError(f"{folder} is not removed: mounted there: {', '.join(left)}")
+    for entry in folder.iterdir():
+        if entry.name != STATE_FILE:  # last: what is half removed can be removed again
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    shutil.rmtree(folder)
