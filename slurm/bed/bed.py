@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -52,11 +51,28 @@ def clean(folder: Path) -> list[str]:
     for index, owner in network.bridges().items():
         if owner == str(folder):
             found.append(f"bridge slbed{index}")
+            storage.remove_cgroup(index)
+            network.remove(index)  # last: it tells whose the number is
+    return found
+
+
+def sweep() -> list[str]:
+    """Removes beds whose owner has ended, and networks whose bed has no folder any more. Returns what there was."""
+    found = []
+    for index, owner in network.bridges().items():
+        folder = Path(owner)
+        if not (folder / STATE_FILE).exists() and not machines.running(owner):
+            storage.remove_cgroup(index)
             network.remove(index)
-    try:
-        storage.remove_cgroup(folder, Description(**json.loads((folder / STATE_FILE).read_text())).cgroup_name)
-    except (FileNotFoundError, ValueError, TypeError):
-        pass
+            found.append(f"bridge slbed{index}")
+            continue
+        try:
+            bed = description.load(folder)
+        except BedError:
+            continue
+        if bed.owner and machines.start_time(bed.owner) != bed.owner_started:
+            found += clean(folder)
+            storage.delete(folder)
     return found
 
 
@@ -80,11 +96,13 @@ class Bed:
         network_prefix: str = "10.213",
         grace_seconds: int = 10,
         node_timeout: int = 10,
+        owner: int = 0,
     ) -> "Bed":
         """Starts a bed in `folder` and returns when all its nodes are idle; what was left there is removed first.
 
         `expose`: paths that jobs must reach although they lie in /tmp or below a folder closed to others.
         `node_timeout`: seconds after which the controller gives up a silent node.
+        `owner`: a process; when it has ended without `down`, the next start of any bed removes this one.
         """
         folder = (folder or description.default_folder()).resolve()
         if reason := install.unusable(accounting):
@@ -94,6 +112,7 @@ class Bed:
         if absent := [str(path) for path in expose if not Path(path).exists()]:
             raise BedError(f"cannot expose what does not exist: {', '.join(absent)}")
         with one_at_a_time():
+            sweep()
             prepare_folder(folder)
             bed = Description(
                 folder=str(folder),
@@ -101,11 +120,13 @@ class Bed:
                 nodes=nodes,
                 gpus=gpus,
                 accounting=accounting,
-                cgroup=storage.freezer_works(folder),
+                cgroup=storage.freezer_works(),
                 network=network_prefix,
                 limited_mb=limited_mb,
                 grace_seconds=grace_seconds,
                 node_timeout=node_timeout,
+                owner=owner,
+                owner_started=machines.start_time(owner) if owner else 0,
                 users=description.free_uids(users),
                 exposed=tuple(sorted({*needed_by_jobs(), *(str(Path(path).resolve()) for path in expose)})),
             )
@@ -269,6 +290,10 @@ class Bed:
         return machines.popen(
             self.description, machine, command, user=user, cwd=cwd, env=env, stdout=stdout, stderr=stderr
         )
+
+    def machines_on(self) -> dict[str, int]:
+        """Machine → process id of its init, of those that are on."""
+        return {machine: pid for pid, machine in machines.running(self.description.folder).items()}
 
     def node_states(self) -> dict[str, str]:
         """Node → state as sinfo has it (`idle`, `mixed`, `down*`, …)."""

@@ -33,24 +33,35 @@ ON_THE_BED: dict[str, tuple[str, Callable[[Bed], None]]] = {
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="slurm/testbed", description="A private SLURM of a few nodes on this machine, for tests. See docs/testbed.md."
+        prog="slurm/testbed",
+        description="A private SLURM of a few nodes on this machine, for tests. See docs/testbed.md.",
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, about: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument(
-            "--dir", type=Path, default=default_folder(), help="folder of the bed (default: $SLIPSTREAM_TESTBED or %(default)s)"
+            "--dir",
+            type=Path,
+            default=default_folder(),
+            help="folder of the bed (default: $SLIPSTREAM_TESTBED or %(default)s)",
         )
         return command
 
-    add("install", "install the packages that a bed needs (Debian, root)")
+    installing = add("install", "install the packages that a bed needs (Debian, root)")
+    installing.add_argument("--if-possible", action="store_true", help="where it cannot, say so and succeed")
     add("check", "say whether a bed can run here, and what is missing")
     up = add("up", "start a bed")
     up.add_argument("--nodes", type=int, default=6)
     up.add_argument("--gpus", type=int, default=8, help="fake GPUs of each node")
     up.add_argument("--no-accounting", action="store_true", help="without slurmdbd: sacct fails")
-    up.add_argument("--bind", action="append", default=[], metavar="PATH", help="a path that jobs must reach, in /tmp or a closed folder")
+    up.add_argument(
+        "--bind",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a path that jobs must reach, in /tmp or a closed folder",
+    )
     up.add_argument("--limited", type=int, default=64, metavar="MB", help="size of the size-limited storage")
     up.add_argument("--grace", type=int, default=10, metavar="SECONDS", help="between a preemption's TERM and its KILL")
     up.add_argument("--node-timeout", type=int, default=10, metavar="SECONDS", help="until a silent node is given up")
@@ -70,13 +81,15 @@ def parser() -> argparse.ArgumentParser:
     execute.add_argument("machine", help="3 or n3, login, ctl")
     execute.add_argument("--user", default="root")
     execute.add_argument("--cwd", default=None, help="folder to run in (default: the user's home)")
-    execute.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    options = parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    split = given.index("--") if "--" in given else len(given)
+    options = parser().parse_args(given[:split])
+    options.words = given[split + 1 :]
     try:
         return run(options)
     except BedError as error:
@@ -87,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     name: str = options.command
     if name == "install":
-        print(f"installed {' '.join(installed)}" if (installed := install()) else "nothing to install")
+        install_packages(options.if_possible)
     elif name == "check":
         if reason := unusable():
             raise BedError(reason)
@@ -113,6 +126,19 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def install_packages(if_possible: bool) -> None:
+    try:
+        packages = install()
+        if if_possible and (reason := unusable()):
+            raise BedError(reason)
+    except BedError as error:
+        if not if_possible:
+            raise
+        print(f"[testbed] the SLURM tests will be skipped: {error}")
+    else:
+        print(f"[testbed] installed {' '.join(packages)}" if packages else "[testbed] nothing to install")
+
+
 def start(options: argparse.Namespace) -> None:
     begin = time.monotonic()
     bed = Bed.up(
@@ -126,7 +152,9 @@ def start(options: argparse.Namespace) -> None:
         node_timeout=options.node_timeout,
         network_prefix=options.network,
     )
-    print(f"# up in {time.monotonic() - begin:.1f} s; to use it: eval \"$(slurm/testbed env --dir {shlex.quote(str(bed.folder))})\"")
+    print(
+        f'# up in {time.monotonic() - begin:.1f} s; to use it: eval "$(slurm/testbed env --dir {shlex.quote(str(bed.folder))})"'
+    )
     print(status(bed))
 
 
@@ -164,11 +192,10 @@ def status(bed: Bed) -> str:
 
 
 def execute(bed: Bed, options: argparse.Namespace) -> None:
-    words = options.words[1:] if options.words[:1] == ["--"] else options.words
-    if not words:
+    if not options.words:
         raise BedError("no command: slurm/testbed exec n1 -- hostname")
     machine = bed.description.machine(options.machine)
     pid = machines.pid_of(bed.description, machine)
-    call = machines.command_line(bed.description, pid, words, options.user, options.cwd, None)
+    call = machines.command_line(bed.description, pid, options.words, options.user, options.cwd, None)
     sys.stdout.flush()
     os.execvp(call[0], call)

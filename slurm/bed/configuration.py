@@ -70,16 +70,17 @@ ReturnToService=2
 GresTypes=gpu
 {accounting}
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10 OverSubscribe=NO
-PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={bed.grace_seconds} OverSubscribe=NO
-PartitionName=spot Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=CANCEL GraceTime={bed.grace_seconds} OverSubscribe=NO
+PartitionName=DEFAULT Nodes=ALL MaxTime=INFINITE State=UP OverSubscribe=NO
+PartitionName=main Default=YES PriorityTier=10
+PartitionName=low PriorityTier=1 PreemptMode=REQUEUE GraceTime={bed.grace_seconds}
+PartitionName=spot PriorityTier=1 PreemptMode=CANCEL GraceTime={bed.grace_seconds}
 """
 
 
 def gres_conf(bed: Description) -> str:
     if not bed.gpus:
         return ""
-    return f"NodeName={bed.node_names[0][0]}[1-{bed.nodes}] Name=gpu File={bed.folder}/dev/nvidia[0-{bed.gpus - 1}]\n"
+    return f"NodeName=n[1-{bed.nodes}] Name=gpu File={bed.folder}/dev/nvidia[0-{bed.gpus - 1}]\n"
 
 
 def cgroup_conf(bed: Description) -> str:

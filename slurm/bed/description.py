@@ -13,6 +13,7 @@ MAX_NODES = 64
 FIRST_UID = 58001
 STATE_FILE = "bed.json"
 FORMAT = 1
+MAX_FOLDER = 88  # a socket's path has 107 characters at most
 
 
 class BedError(RuntimeError):
@@ -22,6 +23,10 @@ class BedError(RuntimeError):
 def default_folder() -> Path:
     """Folder of the bed that is meant when none is named: $SLIPSTREAM_TESTBED, else one in /var/tmp."""
     return Path(os.environ.get("SLIPSTREAM_TESTBED", "/var/tmp/slipstream-testbed"))
+
+
+def cgroup_name(index: int) -> str:
+    return f"slipstream-bed-{index}"
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,14 @@ class Description:
     node_timeout: int = 10
     users: dict[str, int] = field(default_factory=dict)
     exposed: tuple[str, ...] = ()
+    owner: int = 0  # process whose end orphans the bed; 0: it stays until `down`
+    owner_started: int = 0
     ready: bool = False  # started to the end
     format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if len(self.folder) > MAX_FOLDER:
+            raise BedError(f"{self.folder} is longer than {MAX_FOLDER} characters: sockets in it would not open")
 
     @property
     def path(self) -> Path:
@@ -76,10 +87,6 @@ class Description:
     @property
     def munge_socket(self) -> Path:
         return self.path / "run" / "munge.socket"
-
-    @property
-    def cgroup_name(self) -> str:
-        return f"slipstream-bed-{self.index}"
 
     def home(self, user: str) -> Path:
         return Path("/root") if user == "root" else self.path / "home" / user

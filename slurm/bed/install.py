@@ -44,7 +44,20 @@ def unusable(accounting: bool = True) -> str | None:
     if packages := missing_packages(accounting):
         how = "`slurm/testbed install`, or" if is_debian() else "this is not Debian; there it would be"
         return f"a SLURM test bed needs {', '.join(packages)}: {how} `{apt_command(packages)}`"
-    spaces = ["unshare", "--mount", "--net", "--pid", "--uts", "--ipc", "--fork", "mount", "-t", "tmpfs", "none", "/mnt"]
+    spaces = [
+        "unshare",
+        "--mount",
+        "--net",
+        "--pid",
+        "--uts",
+        "--ipc",
+        "--fork",
+        "mount",
+        "-t",
+        "tmpfs",
+        "none",
+        "/mnt",
+    ]
     trial = subprocess.run(spaces, text=True, capture_output=True)
     if trial.returncode:
         return (

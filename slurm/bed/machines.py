@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from slurm.bed import machine_init, network
-from slurm.bed.description import CONTROLLER, LOGIN, BedError, Description
+from slurm.bed.description import CONTROLLER, LOGIN, BedError, Description, cgroup_name
 
 INIT = Path(machine_init.__file__)
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -35,6 +35,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+def start_time(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if it does not run. Tells a reused id from the old one."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]) if alive(pid) else 0
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
 def running(folder: str) -> dict[int, str]:
     """Process id → machine of every init of the bed in `folder`, found by its command line, never by a stored id."""
     found = {}
@@ -45,9 +53,9 @@ def running(folder: str) -> dict[int, str]:
             words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        if len(words) >= 5 and words[-4].endswith(INIT.name.encode()) and words[-3] == os.fsencode(folder):
-            if alive(int(entry)):
-                found[int(entry)] = os.fsdecode(words[-2])
+        ours = len(words) >= 5 and words[-4].endswith(INIT.name.encode()) and words[-3] == os.fsencode(folder)
+        if ours and alive(int(entry)):
+            found[int(entry)] = os.fsdecode(words[-2])
     return found
 
 
@@ -75,7 +83,7 @@ def power_on(bed: Description, machines: Sequence[str]) -> dict[str, int]:
             "address": f"{bed.address(machine)}/24",
             "exposed": list(bed.exposed),
             "private_run": machine != CONTROLLER,  # commands on this host use the controller's munge
-            "cgroup": bed.cgroup_name if bed.cgroup and machine not in (CONTROLLER, LOGIN) else "",
+            "cgroup": cgroup_name(bed.index) if bed.cgroup and machine not in (CONTROLLER, LOGIN) else "",
         }
         with (bed.path / "log" / f"init-{machine}.log").open("a") as log:
             process = subprocess.Popen(

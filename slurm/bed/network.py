@@ -34,7 +34,9 @@ def bridges() -> dict[int, str]:
 
 def free_index(network: str) -> int:
     """Smallest number whose /24 of `network` (two octets) overlaps no route or address, and whose bridge is free."""
-    taken = [ipaddress.ip_network(text, strict=False) for text in re.findall(r"\d+(?:\.\d+){3}/\d+", ip("-4", "address"))]
+    taken = [
+        ipaddress.ip_network(text, strict=False) for text in re.findall(r"\d+(?:\.\d+){3}/\d+", ip("-4", "address"))
+    ]
     for route in json.loads(ip("-json", "-4", "route", "show", "table", "all") or "[]"):
         if re.match(r"\d", route.get("dst", "")):
             taken.append(ipaddress.ip_network(route["dst"], strict=False))

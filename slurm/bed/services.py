@@ -1,5 +1,6 @@
 """The daemons of a bed, each started inside its machine. They end with the machine."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -40,7 +41,7 @@ def waiting(condition: str, tries: int = 600) -> str:
 def stopping(pid_file: Path, signal: str) -> str:
     """A script that ends the process named in a file of the machine and waits until it is gone."""
     name = shlex.quote(str(pid_file))
-    return f"p=$(cat {name} 2>/dev/null) || exit 0; kill -{signal} $p 2>/dev/null || exit 0; " + waiting(f"! kill -0 $p")
+    return f"p=$(cat {name} 2>/dev/null) || exit 0; kill -{signal} $p 2>/dev/null || exit 0; " + waiting("! kill -0 $p")
 
 
 def munge_script(bed: Description) -> str:
@@ -114,9 +115,9 @@ def start_accounting(bed: Description) -> None:
 
 def database_key() -> str:
     """Name of the template: which versions wrote it."""
-    versions = [subprocess.run([tool, "-V"], text=True, capture_output=True).stdout for tool in ("slurmdbd", "mariadbd")]
-    words = " ".join(versions).replace("/", " ").split()
-    return "-".join(word for word in words if any(map(str.isdigit, word)))[:120]
+    tools = ("sacctmgr", "mariadbd")
+    versions = [subprocess.run([tool, "-V"], text=True, capture_output=True).stdout for tool in tools]
+    return "-".join(re.findall(r"\d[\w.+~-]*", " ".join(versions))[:2])
 
 
 def make_database(bed: Description) -> None:

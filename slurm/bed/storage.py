@@ -1,14 +1,19 @@
 """A bed's folders and mounts on this host: shared, size-limited and read-only storage; cleaning up."""
 
+import contextlib
+import errno
 import os
 import re
 import shutil
 import stat
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from slurm.bed.configuration import write_all
-from slurm.bed.description import STATE_FILE, BedError, Description
+from slurm.bed.description import STATE_FILE, BedError, Description, cgroup_name
+from slurm.bed.machines import wait_until
 
 OPEN = ("shared", "limited", "readonly")  # every user may write there, as far as the storage lets them
 PLAIN = ("etc", "state", "spool", "log", "run", "dev", "tmp", "home", "cgroup/freezer")
@@ -46,7 +51,15 @@ def create(bed: Description) -> None:
         home = bed.home(user)
         home.mkdir(mode=0o700)
         os.chown(home, uid, uid)
-    run("mount", "-t", "tmpfs", "-o", f"size={bed.limited_mb}m,mode=1777,nosuid,nodev", "bed-limited", f"{folder}/limited")
+    run(
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size={bed.limited_mb}m,mode=1777,nosuid,nodev",
+        "bed-limited",
+        f"{folder}/limited",
+    )
     run("mount", "-t", "tmpfs", "-o", "size=16m,mode=1777,nosuid,nodev", "bed-readonly", f"{folder}/readonly")
     for name in OPEN:
         (folder / name).chmod(0o1777)
@@ -67,25 +80,44 @@ def change(bed: Description, name: str, setting: str) -> None:
     run("mount", "-o", f"remount,{option}", f"{bed.path / name}")
 
 
-def freezer_works(folder: Path) -> bool:
+@contextlib.contextmanager
+def freezer() -> Iterator[Path | None]:
+    """The root of cgroup v1's freezer hierarchy, mounted for a moment; None where this host has none."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-bed-") as place:
+        call = ["mount", "-t", "cgroup", "-o", "freezer", "freezer", place]
+        if subprocess.run(call, capture_output=True).returncode:
+            yield None
+            return
+        try:
+            yield Path(place)
+        finally:
+            subprocess.run(["umount", place], check=True)
+
+
+def freezer_works() -> bool:
     """Whether this host has the freezer of cgroup v1, which lets SLURM find every process of a job."""
-    place = folder / "cgroup" / "freezer"
-    place.mkdir(parents=True, exist_ok=True)
-    if subprocess.run(["mount", "-t", "cgroup", "-o", "freezer", "freezer", place], capture_output=True).returncode:
+    with freezer() as root:
+        return root is not None
+
+
+def remove_cgroup(index: int) -> None:
+    """The cgroups of a bed whose processes were killed. Raises BedError when some are not empty in time."""
+    with freezer() as root:
+        if root is None:
+            return
+        top = root / cgroup_name(index)
+        wait_until(lambda: removed(top), f"no process left in {cgroup_name(index)}", 30)
+
+
+def removed(top: Path) -> bool:
+    try:
+        for group, _, _ in os.walk(top, topdown=False):
+            os.rmdir(group)
+    except OSError as error:  # killed, and not yet reaped
+        if error.errno != errno.EBUSY:
+            raise
         return False
-    subprocess.run(["umount", place], check=True)
     return True
-
-
-def remove_cgroup(folder: Path, name: str) -> None:
-    place = folder / "cgroup" / "freezer"
-    if not place.is_dir():
-        return
-    if subprocess.run(["mount", "-t", "cgroup", "-o", "freezer", "freezer", place], capture_output=True).returncode:
-        return
-    for group, _, _ in os.walk(place / name, topdown=False):
-        os.rmdir(group)
-    subprocess.run(["umount", place], check=True)
 
 
 def unmount(folder: str) -> None:
