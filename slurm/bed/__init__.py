@@ -6,6 +6,6 @@ so that a power cut or a cut cable can be had for one of them. Standard library 
 
 from slurm.bed.bed import Bed
 from slurm.bed.description import BedError, Description, default_folder
-from slurm.bed.install import install, unusable
+from slurm.bed.packages import install, unusable
 
 __all__ = ["Bed", "BedError", "Description", "default_folder", "install", "unusable"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from slurm.bed import description, install, machines, network, services, storage
+from slurm.bed import description, machines, network, packages, services, storage
 from slurm.bed.description import CONTROLLER, MAX_NODES, STATE_FILE, BedError, Description
 
 LOCK = Path("/run/lock/slipstream-testbed.lock")
@@ -105,7 +105,7 @@ class Bed:
         `owner`: a process; when it has ended without `down`, the next start of any bed removes this one.
         """
         folder = (folder or description.default_folder()).resolve()
-        if reason := install.unusable(accounting):
+        if reason := packages.unusable(accounting):
             raise BedError(reason)
         if not 1 <= nodes <= MAX_NODES or gpus < 0:
             raise BedError(f"a bed has 1 to {MAX_NODES} nodes and no negative GPUs, not nodes={nodes}, gpus={gpus}")
@@ -245,15 +245,8 @@ class Bed:
         return self.folder / "readonly"
 
     def command(self, *command: str, seconds: float = 60) -> str:
-        """Runs a SLURM command on this host, as root. Returns what it printed."""
-        env = {**os.environ, "SLURM_CONF": str(self.description.slurm_conf)}
-        try:
-            done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            raise BedError(f"not within {seconds:.0f} s: {' '.join(command)}") from None
-        if done.returncode:
-            raise BedError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
-        return done.stdout
+        """Runs a SLURM command as root on the controller, where the bed's users are known. Returns what it printed."""
+        return self.run(CONTROLLER, command, cwd="/", seconds=seconds)
 
     def run(
         self,
@@ -294,6 +287,11 @@ class Bed:
     def machines_on(self) -> dict[str, int]:
         """Machine → process id of its init, of those that are on."""
         return {machine: pid for pid, machine in machines.running(self.description.folder).items()}
+
+    def processes(self, user: str | None = None) -> list[machines.Process]:
+        """What runs on the bed, of one user or of all; SLURM's daemons too."""
+        everything = machines.processes(self.description.folder)
+        return everything if user is None else [one for one in everything if one.uid == self.description.uid(user)]
 
     def node_states(self) -> dict[str, str]:
         """Node → state as sinfo has it (`idle`, `mixed`, `down*`, …)."""

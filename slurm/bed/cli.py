@@ -12,7 +12,7 @@ from slurm.bed import bed as beds
 from slurm.bed import machines, network
 from slurm.bed.bed import Bed
 from slurm.bed.description import BedError, default_folder
-from slurm.bed.install import install, unusable
+from slurm.bed.packages import install, unusable
 
 ON_A_NODE: dict[str, tuple[str, Callable[[Bed, str], None]]] = {
     "power-off": ("every process of a node dies at once", Bed.power_off),

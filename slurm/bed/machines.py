@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from slurm.bed import machine_init, network
 from slurm.bed.description import CONTROLLER, LOGIN, BedError, Description, cgroup_name
@@ -56,6 +56,33 @@ def running(folder: str) -> dict[int, str]:
         ours = len(words) >= 5 and words[-4].endswith(INIT.name.encode()) and words[-3] == os.fsencode(folder)
         if ours and alive(int(entry)):
             found[int(entry)] = os.fsdecode(words[-2])
+    return found
+
+
+class Process(NamedTuple):
+    """A process inside a machine, as this host sees it."""
+
+    machine: str
+    pid: int
+    uid: int
+    started: int  # with `pid`, names it for ever
+    command: str
+
+
+def processes(folder: str) -> list[Process]:
+    """Everything that runs inside the machines of the bed in `folder`."""
+    spaces = {os.readlink(f"/proc/{pid}/ns/pid"): machine for pid, machine in running(folder).items()}
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            machine = spaces.get(os.readlink(entry / "ns" / "pid"))
+            if machine is not None and (started := start_time(int(entry.name))):
+                command = (entry / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+                found.append(Process(machine, int(entry.name), entry.stat().st_uid, started, command))
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
     return found
 
 

@@ -64,8 +64,21 @@ def create(bed: Description) -> None:
     for name in OPEN:
         (folder / name).chmod(0o1777)
     (folder / "readonly" / "README").write_text("Nothing can be written here.\n")
-    run("mount", "-o", "remount,ro", f"{folder}/readonly")
+    remount(folder / "readonly", "ro")
     write_all(bed)
+
+
+def remount(storage: Path, option: str) -> None:
+    """Changes a file system for everybody who has it mounted.
+
+    A remount also sets the flags of the mount that it names, here only: with a mount for the purpose, those of the others
+    stay open and the file system's own decide."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-bed-") as place:
+        run("mount", "--bind", str(storage), place)
+        try:
+            run("mount", "-o", f"remount,{option}", place)
+        finally:
+            run("umount", place)
 
 
 def change(bed: Description, name: str, setting: str) -> None:
@@ -77,7 +90,7 @@ def change(bed: Description, name: str, setting: str) -> None:
     option = f"size={setting}m" if setting.isdigit() else setting
     if option not in ("ro", "rw") and not setting.isdigit():
         raise BedError(f"a storage is made ro, rw or a number of MB large, not {setting!r}")
-    run("mount", "-o", f"remount,{option}", f"{bed.path / name}")
+    remount(bed.path / name, option)
 
 
 @contextlib.contextmanager

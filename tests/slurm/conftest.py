@@ -1,12 +1,14 @@
 """One bed for the whole session; tests that need SLURM skip, with the reason, where none can be had."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from slurm.bed import Bed, unusable
+from slurm.bed.bed import down
 
 
 @pytest.fixture(scope="session")
@@ -42,12 +44,16 @@ def restore(bed: Bed) -> None:
         else:
             bed.heal(name)
     for user in (*description.users, "root"):
-        bed.command("scancel", "--user", str(description.uid(user)))
+        bed.command("scancel", "--user", user)
     states = bed.node_states()
     for name in description.node_names:
         if "drain" in states[name]:
             bed.resume(name)
-    bed.storage("limited", "rw")
+    for storage in (bed.limited, bed.readonly):
+        bed.storage(storage.name, "rw")
+        for path in storage.iterdir():
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+    bed.storage("limited", str(description.limited_mb))
     bed.storage("readonly", "ro")
     bed.wait_nodes("idle", description.node_names, 120)
 
@@ -55,7 +61,5 @@ def restore(bed: Bed) -> None:
 @pytest.fixture
 def bed_folder(bed_possible: None, tmp_path: Path) -> Iterator[Path]:
     """A folder for a bed of a test's own; ended afterwards."""
-    from slurm.bed.bed import down
-
     yield tmp_path / "bed"
     down(tmp_path / "bed")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slurm.bed import Bed, BedError
-from slurm.bed.machines import inside
+from slurm.bed.machines import Process, inside, power_off, start_time
 
 pytestmark = [pytest.mark.slurm, pytest.mark.integration]
 
@@ -42,7 +42,7 @@ def job(bed: Bed, job_id: str) -> dict[str, str]:
 
 
 def wait_state(bed: Bed, job_id: str, state: str) -> dict[str, str]:
-    return wait_until(lambda: (seen := job(bed, job_id))["JobState"] == state and seen, f"job {job_id} {state}")  # type: ignore[no-any-return]
+    return wait_until(lambda: (seen := job(bed, job_id))["JobState"] == state and seen, f"job {job_id} {state}")
 
 
 def lines(path: Path) -> int:
@@ -104,18 +104,21 @@ def test_what_a_job_left_running_is_killed_with_it(bed: Bed) -> None:
     orphan = bed.shared / "orphan"
     job_id = sbatch(bed, f"setsid sh -c 'while date >> {orphan}; do sleep 0.1; done' & sleep 600", "--nodelist=n4")
     wait_until(lambda: lines(orphan) > 2, "the orphan writes")
+    assert {one.machine for one in bed.processes("bed1")} == {"n4"}
     bed.run("login", ["scancel", job_id], user="bed1")
     wait_state(bed, job_id, "CANCELLED")
-    wait_until(lambda: "orphan" not in bed.run("n4", ["ps", "-e", "-o", "args"]), "the orphan is gone")
+    wait_until(lambda: not bed.processes("bed1"), "the orphan is gone")
 
 
 def test_a_command_started_on_a_machine_ends_with_its_helper(bed: Bed) -> None:
     process = bed.popen("login", ["sleep", "600"], user="bed1")
     pid = wait_until(lambda: inside(process.pid), "it runs")
-    wait_until(lambda: Path(f"/proc/{pid}/cmdline").read_bytes() == b"sleep\0600\0", "it is the command itself")
+    wait_until(
+        lambda: Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:2] == ["sleep", "600"], "it is the command itself"
+    )
     process.kill()
     assert process.wait() != 0
-    wait_until(lambda: "sleep" not in bed.run("login", ["ps", "-e", "-o", "args"]), "the command has ended too")
+    wait_until(lambda: not bed.processes("bed1"), "the command has ended too")
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -153,7 +156,7 @@ def test_partition_and_heal(bed: Bed) -> None:
     wait_until(lambda: lines(trace) > before + 5, "the cut-off job still writes")
     bed.heal(node)
     bed.wait_nodes("idle", [node], 120)
-    wait_until(lambda: str(trace) not in bed.run(node, ["ps", "-e", "-o", "args"]), "SLURM ended the old copy")
+    wait_until(lambda: not bed.processes("bed1"), "SLURM ended the old copy")
 
 
 def test_preemption(bed: Bed) -> None:
@@ -208,17 +211,20 @@ def test_storage_to_fail_on(bed: Bed, name: str, number: int) -> None:
     """The same storage on every machine, and on this host; changed for all at once."""
     size = (bed.description.limited_mb + 1) * 2**20
     place = bed.folder / name / "file"
-    write = f"import os; f = os.open({str(place)!r}, os.O_CREAT | os.O_WRONLY)\nn = {size}\nwhile n > 0: n -= os.write(f, b'x' * 2**20)"
+    write = f"""import os
+f = os.open({str(place)!r}, os.O_CREAT | os.O_WRONLY)
+n = {size}
+while n > 0:
+    n -= os.write(f, b"x" * 2**20)"""
     python = [PYTHON, "-c", write]
     with pytest.raises(BedError, match=rf"Errno {number}\]"):
         bed.run("n1", python, user="bed1")
     other = "readonly" if name == "limited" else "limited"
     if name == "limited":
         assert bed.run("n2", ["stat", "-c", "%u", str(place)]).strip() == str(bed.description.uid("bed1"))
-        bed.storage(name, str(2 * bed.description.limited_mb))
     else:
         bed.storage(name, "rw")
-        bed.storage(name, str(2 * bed.description.limited_mb))
+    bed.storage(name, str(2 * bed.description.limited_mb))
     bed.run("n3", python, user="bed1")
     assert place.stat().st_size == size
     place.unlink()
@@ -234,39 +240,19 @@ def test_storage_to_fail_on(bed: Bed, name: str, number: int) -> None:
 # -- beds --------------------------------------------------------------------------------------------------------------
 
 
-def remains(bed: Bed) -> dict[str, list[str]]:
-    """What of a bed is on this host: processes in its namespaces, mounts, links, cgroups."""
-    mine = [f"pid:[{number}]" for number in bed_namespaces(bed)]
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if str((process / "ns" / "pid").readlink()) in mine:
-                found.append(process.name)
-        except OSError:
-            continue
+def remains(bed: Bed, ran: list[Process]) -> dict[str, list[str]]:
+    """What of a bed is on this host; `ran` are its processes from when it was up."""
     index = bed.description.index
-    freezer = Path("/sys/fs/cgroup/freezer")
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     return {
-        "processes": found,
-        "mounts": [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(bed.folder) in line],
+        "processes": [one.command for one in ran if start_time(one.pid) == one.started],
+        "mounts": [line for line in mounts if str(bed.folder) in line],
         "links": [
             link.name for link in Path("/sys/class/net").iterdir() if re.match(rf"slb(ed)?{index}(-|$)", link.name)
         ],
-        "cgroups": [str(path) for path in freezer.glob(f"slipstream-bed-{index}*")],
+        "cgroups": [str(path) for path in Path("/sys/fs/cgroup/freezer").glob(f"slipstream-bed-{index}*")],
         "files": [str(path) for path in (bed.folder,) if path.exists()],
     }
-
-
-NAMESPACES: dict[str, list[str]] = {}
-
-
-def bed_namespaces(bed: Bed) -> list[str]:
-    """Numbers of the process namespaces of a bed, remembered from when it ran."""
-    key = f"{bed.folder} {bed.description.index}"
-    for pid in bed.machines_on().values():
-        number = str(Path(f"/proc/{pid}/ns/pid").readlink())[5:-1]
-        NAMESPACES.setdefault(key, []).append(number)
-    return NAMESPACES[key]
 
 
 def test_a_second_bed_without_accounting_and_nothing_left_of_it(bed: Bed, bed_folder: Path) -> None:
@@ -281,30 +267,29 @@ def test_a_second_bed_without_accounting_and_nothing_left_of_it(bed: Bed, bed_fo
         other.stop_dbd()
     with pytest.raises(BedError, match="a bed runs in"):
         Bed.up(bed_folder)
-    there = remains(other)
+    ran = other.processes()
+    there = remains(other, ran)
     assert len(there["processes"]) > 8
     assert all(there[kind] for kind in ("mounts", "links", "files")), there
 
     other.down()
-    assert not any(remains(other).values()), remains(other)
+    assert not any(remains(other, ran).values()), remains(other, ran)
     assert wait_state(bed, ours, "RUNNING")["Restarts"] == "0"
     with pytest.raises(BedError, match="no bed in"):
         Bed.attach(bed_folder)
 
 
 def test_a_killed_bed_is_cleaned_at_the_next_start(bed_folder: Path) -> None:
-    from slurm.bed.machines import power_off
-
     small = {"nodes": 1, "gpus": 1, "accounting": False}
     first = Bed.up(bed_folder, **small)  # type: ignore[arg-type]
     sbatch(first, "sleep 600")
-    remains(first)
+    ran = first.processes()
     power_off(list(first.machines_on().values()))
-    assert remains(first)["links"], "the bridge is still there"
+    assert remains(first, ran)["links"], "the bridge is still there"
     with pytest.raises(BedError, match="does not run"):
         Bed.attach(bed_folder)
     second = Bed.up(bed_folder, **small)  # type: ignore[arg-type]
-    assert not remains(first)["processes"]
+    assert not remains(first, ran)["processes"]
     wait_state(second, sbatch(second, "true"), "COMPLETED")
 
 
@@ -337,10 +322,10 @@ def test_a_bed_whose_owner_ended_is_removed_by_the_next_start(bed_folder: Path, 
     finally:
         owner.kill()
         owner.wait()
-    remains(orphan)
+    ran = orphan.processes()
     other = Bed.up(tmp_path / "other", nodes=1, accounting=False)
     try:
-        assert not remains(orphan)["processes"]
+        assert not remains(orphan, ran)["processes"]
         assert not bed_folder.exists()
         assert other.node_states() == {"n1": "idle"}
     finally:
