@@ -81,7 +81,7 @@ def processes(folder: str) -> list[Process]:
             if machine is not None and (started := start_time(int(entry.name))):
                 command = (entry / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
                 found.append(Process(machine, int(entry.name), entry.stat().st_uid, started, command))
-        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended just now; not even root's to see
             continue
     return found
 
