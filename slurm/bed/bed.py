@@ -169,17 +169,22 @@ class Bed:
     # -- faults ----------------------------------------------------------------------------------------------------
 
     def power_off(self, name: str) -> None:
-        """Every process of a node dies at once."""
-        node = self.description.machine(name)
-        machines.power_off([machines.pid_of(self.description, node)])
+        """Every process of a machine dies at once: of a node, of `login`, or of `ctl`, the controller and its database."""
+        machine = self.description.machine(name)
+        machines.power_off([machines.pid_of(self.description, machine)])
 
     def power_on(self, name: str) -> None:
-        """A node that is off boots, its /tmp empty."""
-        node = self.description.node(name)
-        if node in machines.running(self.description.folder).values():
-            raise BedError(f"{node} is on")
-        machines.power_on(self.description, [node])
-        services.start_nodes(self.description, [node])
+        """A machine that is off boots, its /tmp empty; returns when its services run."""
+        machine = self.description.machine(name)
+        if machine in self.machines_on():
+            raise BedError(f"{machine} is on")
+        if machine == CONTROLLER:  # its run folder is this host's: process ids from before mean nothing
+            storage.empty(self.folder / "run")
+        machines.power_on(self.description, [machine])
+        if machine == CONTROLLER:
+            self.start_controller_services()
+        else:
+            services.start_nodes(self.description, [machine])
 
     def partition(self, name: str) -> None:
         """A node's network is cut; its processes and the shared storage go on."""

@@ -15,10 +15,10 @@ from slurm.bed.description import BedError, default_folder
 from slurm.bed.packages import install, unusable
 
 ON_A_NODE: dict[str, tuple[str, Callable[[Bed, str], None]]] = {
-    "power-off": ("every process of a node dies at once", Bed.power_off),
-    "power-on": ("a node that is off boots", Bed.power_on),
-    "partition": ("a node's network is cut, its processes go on", Bed.partition),
-    "heal": ("a node's network is whole again", Bed.heal),
+    "power-off": ("every process of a machine dies at once", Bed.power_off),
+    "power-on": ("a machine that is off boots", Bed.power_on),
+    "partition": ("a machine's network is cut, its processes go on", Bed.partition),
+    "heal": ("a machine's network is whole again", Bed.heal),
     "drain": ("a node takes no more jobs", Bed.drain),
     "resume": ("a drained or down node takes jobs again", Bed.resume),
     "slurmd-restart": ("a node's slurmd is killed and started; its jobs go on", Bed.restart_slurmd),
@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     for name, (about, _) in (ON_A_NODE | ON_THE_BED).items():
         command = add(name, about)
         if name in ON_A_NODE:
-            command.add_argument("node", help="3 or n3")
+            command.add_argument("node", help="3 or n3; power and network also of login and ctl")
     storage = add("storage", "make the limited or the readonly storage ro, rw or N MB large")
     storage.add_argument("name", choices=["limited", "readonly"])
     storage.add_argument("setting", help="ro, rw or a number of MB")
@@ -99,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     name: str = options.command
+    if name not in ("install", "check", "env", "status") and os.geteuid() != 0:
+        raise BedError(f"`{name}` needs root (namespaces of other processes): sudo slurm/testbed {name} …")
     if name == "install":
         install_packages(options.if_possible)
     elif name == "check":

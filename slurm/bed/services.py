@@ -97,6 +97,10 @@ def start_database(bed: Description) -> None:
 
 def start_accounting(bed: Description) -> None:
     """Database and slurmdbd. The first bed on a machine makes an empty database; later ones start from a copy."""
+    if (bed.path / "db").exists():
+        start_database(bed)
+        start_dbd(bed)
+        return
     template = CACHE / database_key()
     if template.is_dir():
         subprocess.run(["cp", "-a", "--reflink=auto", template, bed.path / "db"], check=True)
@@ -115,9 +119,9 @@ def start_accounting(bed: Description) -> None:
 
 def database_key() -> str:
     """Name of the template: which versions wrote it."""
-    tools = ("sacctmgr", "mariadbd")
+    tools = ("slurmctld", "mariadbd")
     versions = [subprocess.run([tool, "-V"], text=True, capture_output=True).stdout for tool in tools]
-    return "-".join(re.findall(r"\d[\w.+~-]*", " ".join(versions))[:2])
+    return "-".join(re.findall(r"\d[\w.+~-]*", version)[0] for version in versions)
 
 
 def make_database(bed: Description) -> None:

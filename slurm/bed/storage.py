@@ -144,10 +144,13 @@ def delete(folder: Path) -> None:
         return
     if left := mounted_under(str(folder)):
         raise BedError(f"{folder} is not removed: mounted there: {', '.join(left)}")
-    for entry in folder.iterdir():
-        if entry.name != STATE_FILE:  # last: what is half removed can be removed again
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+    empty(folder, keep=STATE_FILE)  # last: what is half removed can be removed again
     shutil.rmtree(folder)
+
+
+def empty(folder: Path, keep: str = "") -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != keep:
+            entry.unlink()

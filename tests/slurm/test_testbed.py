@@ -206,6 +206,25 @@ def test_jobs_outlive_slurmd_slurmctld_and_slurmdbd(bed: Bed) -> None:
     wait_until(lambda: "COMPLETED" in bed.run("login", accounted, user="bed1"), "what was missed is accounted")
 
 
+def test_jobs_outlive_a_power_cut_of_the_controller(bed: Bed) -> None:
+    trace = bed.shared / "controller"
+    job_id = sbatch(bed, f"while date >> {trace}; do sleep 0.1; done", "--nodelist=n1")
+    wait_until(lambda: lines(trace) > 2, "the job writes")
+    wait_state(bed, job_id, "RUNNING")
+    written, state = time.time(), bed.folder / "state" / "job_state"
+    sbatch(bed, "true")  # a change, so that there is something to save
+    wait_until(lambda: state.stat().st_mtime > written, "slurmctld has saved both, which it does within seconds")
+    bed.power_off("ctl")
+    with pytest.raises(BedError):
+        bed.run("login", ["squeue"], user="bed1", seconds=5)
+    before = lines(trace)
+    wait_until(lambda: lines(trace) > before + 5, "the job goes on")
+    bed.power_on("ctl")
+    assert wait_state(bed, job_id, "RUNNING")["Restarts"] == "0"
+    wait_state(bed, sbatch(bed, "true"), "COMPLETED")
+    assert job_id in bed.run("login", ["sacct", "-nX", "-o", "jobid"], user="bed1")
+
+
 @pytest.mark.parametrize(("name", "number"), [("limited", errno.ENOSPC), ("readonly", errno.EROFS)])
 def test_storage_to_fail_on(bed: Bed, name: str, number: int) -> None:
     """The same storage on every machine, and on this host; changed for all at once."""

@@ -11,7 +11,7 @@ from slurm.bed.cli import main
 from slurm.bed.configuration import FILES, slurm_conf
 from slurm.bed.description import BedError, Description, free_uids, load
 from slurm.bed.machine_init import first_hidden_ancestor
-from slurm.bed.machines import command_line, environment
+from slurm.bed.machines import command_line
 
 BED = Description(folder="/srv/bed", index=7, nodes=3, gpus=4, users={"bed1": 58001})
 
@@ -32,7 +32,7 @@ def test_what_is_no_node(name: str) -> None:
 
 def test_an_unknown_user_is_named() -> None:
     with pytest.raises(BedError, match="'eve' is not one of the bed's: root, bed1"):
-        environment(BED, "eve") and command_line(BED, 1, ["true"], "eve", None, None)
+        command_line(BED, 1, ["true"], "eve", None, None)
 
 
 def test_a_folder_too_deep_for_sockets_is_refused() -> None:
@@ -88,6 +88,8 @@ def test_without_root_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, capsys
     assert "needs root" in str(packages.unusable())
     assert main(["check"]) == 1
     assert "testbed: error: a SLURM test bed needs root" in capsys.readouterr().err
+    assert main(["up"]) == 1
+    assert "`up` needs root" in capsys.readouterr().err
 
 
 def test_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
