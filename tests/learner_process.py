@@ -97,7 +97,10 @@ def ranks_of(leader: subprocess.Popen[bytes]) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(leader.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "slipstream.learner.main" in process.cmdline() and "torch.distributed.run" not in process.cmdline():
+            if (
+                "slipstream.learner.main" in process.cmdline()
+                and "slipstream.learner.torchrun" not in process.cmdline()
+            ):
                 found.append(process)
     return found
 

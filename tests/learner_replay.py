@@ -328,7 +328,7 @@ def replay_config(output_dir: Path, **changes: Any) -> AsyncGRPOConfig:
         "save_strategy": "no",
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
-        "num_train_epochs": 1,
+        "num_train_epochs": 1 if changes.get("max_steps", -1) < 0 else 3.0,
         "gradient_checkpointing": False,
         **BOUNDS,
     }

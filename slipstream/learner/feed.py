@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from slipstream.learner.ledger import Ledger
 from slipstream.metrics.window import Window
 from slipstream.packing.planner import MicroBatch, oversize
@@ -163,9 +165,9 @@ class SampleFeed:
                 current = MicroBatch(self._ranks, self._budget)
         self._source.step_planned()
         self.waiting_since = None
-        self._window.add("perf/rollout_wait_s", time.monotonic() - begun)
         if not batches:
             return None
+        self._window.add("perf/rollout_wait_s", time.monotonic() - begun)
         plan = StepPlan([])
         for batch in batches:
             batch.spread()
@@ -223,7 +225,9 @@ class SampleFeed:
         add("batch/groups_per_step", len({sample.number for sample in plan.samples}))
         add("batch/microbatches_per_step", len(plan.micro_batches))
         add("batch/pad_frac", 0.0)
-        add("batch/masked_token_frac", 1 - trained / forwarded, forwarded)
+        # a shared token that several samples train is one token that is forwarded
+        predicting = sum(len(np.unique(row.predict)) for row in rows)
+        add("batch/masked_token_frac", 1 - predicting / forwarded, forwarded)
         add("batch/packing_ratio", sum(row.raw_tokens for row in rows) / forwarded, forwarded)
         for batch in plan.micro_batches:
             add("batch/row_imbalance", batch.imbalance)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from slipstream.rollout.types import EndOfData, EvalResult, GroupResult
+from slipstream.rollout.types import EndOfData, EvalResult, GroupResult, Observation
 from slipstream.rollout.worker import RolloutWorker
 
 POLL_S = 0.2
@@ -33,6 +33,7 @@ class Inbox:
         self._groups: deque[GroupResult] = deque()
         self._answers: dict[tuple[str, int], Any] = {}
         self._ended = False
+        self._last_report: list[Observation] = []
         self._closed = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._receive, name="rollout-inbox", daemon=True)
@@ -59,6 +60,7 @@ class Inbox:
                 self._on_group(message)
             elif isinstance(message, EndOfData):
                 self._ended = True
+                self._last_report = message.observations
             elif isinstance(message, EvalResult):
                 self._answers["evaluate", message.request] = message
             else:
@@ -85,6 +87,12 @@ class Inbox:
                     self._worker.trainer_waits.value = 0
             self._check()
             self._while_waiting()
+
+    def last_report(self) -> list[Observation]:
+        """What came with the end of the data, once."""
+        with self._changed:
+            found, self._last_report = self._last_report, []
+        return found
 
     def publish(self, allowance_total: int) -> None:
         self._worker.allowance.value = allowance_total

@@ -1,9 +1,7 @@
 """The pipeline of a live run: the server's connection and the rollout process."""
 
-import math
 import os
 import queue
-import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +52,7 @@ class LivePipeline(Pipeline):
             self._setup(trainer, end, resumed, max_model_len),
             config.rollout_worker_timeout,
         )
+        self.worker.version.value = resumed[0].model_version if resumed else 0  # what staleness counts from
         self.worker.start()
         self._inbox = Inbox(self.worker, self._group_arrived, trainer.speak_if_silent)
         self._state_requests = 0
@@ -77,8 +76,6 @@ class LivePipeline(Pipeline):
         self, trainer: "AsyncGRPOTrainer", end: int | None, resumed: Resumed | None, max_model_len: int
     ) -> LoopSetup:
         position, remainder = starting_point(resumed)
-        config = trainer.args
-        streamed = trainer.num_prompts is None and config.max_steps == sys.maxsize
         shuffle, seed = trainer._order
         return LoopSetup(
             run_id=self.run_id,
@@ -90,7 +87,8 @@ class LivePipeline(Pipeline):
             # what rank 0 still holds is neither settled nor to be generated again
             position=Position(position.first_unsettled, position.settled_beyond | {s.number for s in remainder}),
             end=end,
-            epochs=math.ceil(config.num_train_epochs) if streamed else None,
+            epochs=trainer.duration.epochs,
+            first_epoch=resumed[0].epoch if resumed and trainer.num_prompts is None else 0,
             shuffle=shuffle,
             seed=seed,
             eval_dataset=trainer.eval_dataset,
@@ -127,7 +125,8 @@ class LivePipeline(Pipeline):
             try:
                 self._trainer._window.add_all(self.worker.metrics.get_nowait())
             except queue.Empty:
-                return
+                break
+        self._trainer._window.add_all(self._inbox.last_report())
 
     def evaluate(self, request: int) -> dict[str, float]:
         self.worker.commands.put(("evaluate", request))

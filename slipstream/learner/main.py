@@ -16,6 +16,7 @@ from slipstream.learner.leader import read_config
 from slipstream.process import Heartbeat, die_with_parent, new_incarnation
 from slipstream.run_config import RunConfig, TrainerSection
 from slipstream.run_folder import RunFolder, read_json
+from slipstream.tracking import PROJECT, environment_of
 
 # fields of the trainer section that AsyncGRPOConfig does not take under the same name
 _OWN = {"bf16", "eval_steps"}
@@ -44,6 +45,8 @@ def trainer_arguments(
         output_dir=str(run.output(attempt)),
         run_dir=str(run.path),
         attempt=attempt,
+        run_name=run.run_id,
+        project=PROJECT,
         bf16=(has_gpu and not section.fp16) if section.bf16 is None else section.bf16,
         use_cpu=not has_gpu,
         ddp_backend="nccl" if has_gpu else "gloo",
@@ -139,6 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     main_rank = os.environ.get("RANK", "0") == "0"
     from slipstream.learner.reporter import Reporter
 
+    if config.trainer.report_to:
+        run.trackers.mkdir(mode=0o700, exist_ok=True)
+        for name, value in environment_of(run.trackers, run.run_id).items():
+            os.environ.setdefault(name, value)
     heartbeat = None
     if main_rank:
         heartbeat = Heartbeat(run, "learner", arguments.attempt, new_incarnation()).start()

@@ -68,11 +68,11 @@ class AsyncRolloutLoop(LoopMachinery):
         """Release what `setup` created; also after a failure."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep of the loop; handed to `load_state_dict` on resume. JSON-able."""
+        """What a checkpoint must keep of the loop; handed to `load_state_dict` on resume. JSON, so with text as keys."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned; called after `setup`, before the first prompt."""
 
     # ---- generation
 

@@ -18,11 +18,11 @@ from slipstream.rollout.client import SamplingSettings, VLLMClient
 from slipstream.rollout.concurrency import ConcurrencyCap
 from slipstream.rollout.observe import group_observations
 from slipstream.rollout.outcome import completions_table, split_group
-from slipstream.rollout.prompts import Prompt, RejectionWatch, prompts
+from slipstream.rollout.prompts import Prompt, RejectionWatch, read_prompts
 from slipstream.rollout.scoring import reward_arguments, score, total_rewards, unique_names
 from slipstream.rollout.sequences import assign_costs, build_sequences
 from slipstream.rollout.server_load import parse_load
-from slipstream.rollout.setup import LoopSetup
+from slipstream.rollout.setup import LoopSetup, checked_state
 from slipstream.rollout.types import GroupResult, Message, Rollout, RolloutGroup
 
 BEAT_S = 0.05
@@ -102,6 +102,7 @@ class LoopMachinery(ABC):
         self._rollouts_failed = 0
         self._in_flight_rollouts = 0
         self._generated_tokens = 0
+        self._reported = (time.monotonic(), 0)  # when, and the tokens by then
         self._retries = 0
         self._waits: list[float] = []
         self._held_s = 0.0
@@ -306,7 +307,7 @@ class LoopMachinery(ABC):
         """Start groups in prompt order as the bounds allow; at the end of the data wait for the last, and say so."""
         watch = RejectionWatch()
         begun_prompts = 0
-        for prompt in prompts(self.dataset, self._setup):
+        async for prompt in read_prompts(self.dataset, self._setup):
             begun_prompts += 1
             admitted = self.filter_prompt(prompt.row_index, prompt.row, prompt.epoch)
             watch.see(prompt, not admitted)
@@ -330,7 +331,7 @@ class LoopMachinery(ABC):
         # counted, not inferred from what is under way: a group that ended in an exception is never handed over
         while self._handed_over < begun_prompts:
             await asyncio.sleep(POLL_S)
-        self._buffer.put(t.EndOfData(self._handed_over))
+        self._buffer.put(t.EndOfData(self._handed_over, self._report()))
 
     def _group_done(self, prompt: Prompt, task: asyncio.Task[None]) -> None:
         self._groups.pop(task, None)
@@ -356,8 +357,9 @@ class LoopMachinery(ABC):
 
     async def _serve(self) -> None:
         """Beat, report, abort what is too old, answer commands; returns when asked to stop."""
-        reported, tokens = time.monotonic(), 0
+        self._reported = (time.monotonic(), self._generated_tokens)
         pending: set[asyncio.Task[None]] = set()
+        state_requests: list[int] = []
 
         async def answer(request: int) -> None:
             self._buffer.put(await self.evaluate(request))
@@ -373,17 +375,21 @@ class LoopMachinery(ABC):
                     pending.add(task)
                     task.add_done_callback(self._raise_fatal)
                 elif kind == "state":
-                    self._buffer.put(("state", argument, self.state_dict()))
-            if now - reported >= self.report_s:
-                self._report(now - reported, self._generated_tokens - tokens)
-                reported, tokens = now, self._generated_tokens
+                    state_requests.append(argument)
+            while self._is_set_up and state_requests:
+                self._buffer.put(("state", state_requests.pop(), checked_state(type(self).__name__, self.state_dict())))
+            if now - self._reported[0] >= self.report_s:
+                self._metrics.put(self._report())
             await asyncio.sleep(BEAT_S)
 
     def _raise_fatal(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) and self._fatal is not None and not self._fatal.done():
             self._fatal.set_exception(error)
 
-    def _report(self, seconds: float, tokens: int) -> None:
+    def _report(self) -> list[t.Observation]:
+        """What was measured since the last report."""
+        (begun, before), self._reported = self._reported, (time.monotonic(), self._generated_tokens)
+        seconds, tokens = max(self._reported[0] - begun, 1e-9), self._generated_tokens - before
         found: list[t.Observation] = [
             ("rollout/generated_tokens_per_s", tokens / seconds, seconds),
             ("rollout/concurrency", self._in_flight_rollouts, 1),
@@ -400,7 +406,7 @@ class LoopMachinery(ABC):
         found.append(("rollout/backpressure_s", 0.0, NO_WAIT))
         found += [("rollout/backpressure_s", wait, 1) for wait in waits]
         found.append(("rollout/backpressure_frac", min(held / seconds, 1.0), seconds))
-        self._metrics.put(found)
+        return found
 
     async def _follow_load(self) -> None:
         """Poll the server's load, let the cap follow it, and report it."""
@@ -427,16 +433,17 @@ class LoopMachinery(ABC):
             await asyncio.sleep(self.server_poll_s)
 
     async def _main(self) -> None:
-        self._stopping = False
+        self._stopping = self._is_set_up = False
         self._fatal = asyncio.get_running_loop().create_future()
         self._executor = ThreadPoolExecutor(max_workers=16, thread_name_prefix="reward")
         await self._client.open()
         tasks: list[asyncio.Task[None]] = []
         serve = asyncio.create_task(self._serve())
         try:
+            await self.setup()
             if self._setup.loop_state:
                 self.load_state_dict(self._setup.loop_state)
-            await self.setup()
+            self._is_set_up = True
             tasks = [asyncio.create_task(self._score_groups()) for _ in range(SCORERS)]
             tasks.append(asyncio.create_task(self._dispatch()))
             tasks.append(asyncio.create_task(self._follow_load()))

@@ -125,9 +125,13 @@ class GroupResult:
 
 @dataclass
 class EndOfData:
-    """Rollout process → trainer: every prompt of every epoch was handed over; nothing more will come."""
+    """Rollout process → trainer: every prompt of every epoch was handed over; nothing more will come.
+
+    `observations`: what was measured since the loop's last report.
+    """
 
     groups: int
+    observations: list[Observation] = field(default_factory=list, compare=False)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slipstream.learner.checkpoint import RolloutState
 from slipstream.learner.ledger import audit
 from slipstream.run_folder import read_jsonl
 from tests.learner_process import begin_attempt, finish, learner, learner_run, ranks_of, step_of, write_prompts
@@ -42,6 +43,13 @@ def test_killed_half_way_and_resumed_every_prompt_is_settled_exactly_once_per_ep
     assert len(lines) == PROMPTS * EPOCHS
     steps = [line["step"] for line in run.merged_records("metrics.jsonl") if "loss" in line]
     assert steps == list(range(1, steps[-1] + 1)), "the numbering goes on"
+    state = RolloutState.read(run.path / run.fence(attempt)["checkpoint"])
+    generated = [line for line in lines if line["step"] > state.step and line["number"] not in state.split]
+    oldest = [line["versions"][0] for line in generated if line["versions"]]
+    assert min(oldest) >= state.model_version, "what is generated after a resume starts at the resumed version"
+    for line in run.merged_records("metrics.jsonl"):
+        if "loss" in line:
+            assert 0 <= line["sample/staleness_mean"] <= line["sample/staleness_max"] <= 4
 
 
 def kill_during_a_delivery(leader: subprocess.Popen[bytes], server: VllmServer) -> None:
@@ -69,6 +77,10 @@ def test_killed_during_a_delivery_and_resumed_ends_at_the_same_last_step(
     run = learner_run(tmp_path / "runs", "delivery", vllm_server, data, max_steps=40)
     with learner(run, 1) as leader:
         wait_for(lambda: step_of(run) >= 2, "the second step", 180)
+        family = psutil.Process(leader.pid).children(recursive=True)
+        heard = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert heard
+        assert set(heard) <= {"127.0.0.1", "::1"}, "nothing of a learner can be reached from elsewhere"
         kill_during_a_delivery(leader, vllm_server)
         wait_for(lambda: leader.poll() is not None, "the end of the learner after a rank was killed")
     with vllm_server.control() as control:

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import TrainerCallback
 
 from slipstream.config import AsyncGRPOConfig
 from slipstream.learner.completions import print_completions
@@ -51,6 +50,14 @@ def test_a_window_without_a_step_is_judged_by_how_long_it_has_waited() -> None:
     texts = Narrator(LIMITS).window({"rollout/backpressure_s": 0.0, "frac_reward_zero_std": 1.0, "reward": 0.0}, 60.0)
     assert "training waits 100% of the time" in texts["verdict"]
     assert "see the saturation diagnosis" in texts["verdict"]
+
+
+def test_each_window_has_a_verdict_though_the_rollout_process_reports_less_often() -> None:
+    narrator = Narrator(LIMITS)
+    held = {"rollout/backpressure_s": 3.0, "rollout/backpressure_frac": 0.6}
+    short = {"perf/step_s": 0.5, "perf/rollout_wait_s": 0.0}
+    found = [narrator.window(values)["verdict"].split(":")[0] for values in (SLOW, short, {**short, **held}, short)]
+    assert found == ["generation-bound", "balanced", "trainer-bound", "trainer-bound"]
 
 
 def test_nothing_is_said_of_what_was_not_measured() -> None:
@@ -131,33 +138,6 @@ def test_an_epoch_without_a_trained_sample_raises_with_the_diagnosis(tmp_path: P
         trainer.train()
 
 
-class Integration(TrainerCallback):
-    """What `report_to` stands for: a callback that gets the logs."""
-
-    def __init__(self) -> None:
-        self.logs: list[tuple[int, dict]] = []
-
-    def on_log(self, args, state, control, logs, **kwargs) -> None:
-        self.logs.append((state.global_step, dict(logs)))
-
-
-def test_integrations_get_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: True)
-    monkeypatch.setitem(
-        __import__("transformers").integrations.integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Integration
-    )
-    groups = [made_up_group(number, 3, 5, 6) for number in range(6)]
-    trainer, windows = replayed(tmp_path, groups, report_to=["tensorboard"])
-    trainer.train()
-    (integration,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, Integration)]
-    steps = [(step, logs) for step, logs in integration.logs if "loss" in logs]
-    assert [step for step, _ in steps] == [step for step, _, _ in windows]
-    for (_, logs), (_, values, _) in zip(steps, windows, strict=True):
-        assert values.items() <= logs.items()
-        assert {"reward_kept", "batch/packing_ratio", "sampling/masked_mean", "perf/step_s"} <= logs.keys()
-        assert all(isinstance(value, (int, float)) for value in logs.values()), "integrations take numbers"
-
-
 # ---- completions
 
 
@@ -202,6 +182,21 @@ def test_a_long_one_is_cut_in_the_middle() -> None:
     assert "begin" in text
     assert "end" in text
     assert len(text) < 5000
+
+
+def test_a_completion_cannot_steer_the_terminal() -> None:
+    text = printed([row(1.0, "a\x1b[31mred\x07 \x9b \u202ereversed\r\nnext")], 1, None)
+    assert not set(text) & {"\x1b", "\x07", "\x9b", "\u202e", "\r"}
+    for part in ("a\\x1b[31mred\\x07", "\\u202ereversed", "next"):
+        assert part in text
+    assert len({len(line) for line in text.splitlines()[1:]}) == 1, "the frame is straight"
+
+
+def test_nothing_is_lost_at_the_edge_of_a_column() -> None:
+    text = printed([row(-123456.789, "~" * 500), row(0.0, "")], 1, None)
+    assert text.count("~") == 500
+    assert "-1.23e+05" in text
+    assert "(empty)" in text
 
 
 def test_the_trainer_prints_them_each_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
