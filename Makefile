@@ -27,6 +27,8 @@ test: setup  ## everything: unit tests, exactness of model and loss, then real s
 	@$(MAKE) --no-print-directory lint
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 tests/unit tests/model
 	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/integration
+	@$(PY) slurm/testbed install --if-possible
+	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/slurm
 
 clean:
 	rm -rf .venv .venv-vllm runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
