@@ -1,7 +1,6 @@
 """`AsyncGRPOTrainer`: transformers' `Trainer`, fed by a live queue of rollouts."""
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +20,7 @@ from slipstream.learner.adapter import add_adapter, check_adapter
 from slipstream.learner.duration import Duration, num_prompts, plan_duration, realign
 from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.handover import Handover
+from slipstream.learner.hooks import Hooks, Steps
 from slipstream.learner.live import LivePipeline
 from slipstream.learner.narrator import Narrator
 from slipstream.learner.observe import row_observations
@@ -37,6 +37,7 @@ from slipstream.learner.preparation import (
 )
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.router_loss import router_loss
+from slipstream.learner.saving import Saving, read_window
 from slipstream.learner.speed import SpeedMeter, device_peak, synchronize
 from slipstream.learner.sync import PolicySync
 from slipstream.learner.trackers import track
@@ -46,44 +47,11 @@ from slipstream.metrics.window import Window
 from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.main_module import stop_here_in_rollout_process
 from slipstream.rollout.scoring import unique_names
-from slipstream.run_folder import read_json, write_json
 
-WINDOW_FILE = "metrics_window.json"  # of a checkpoint
 WAIT_FOR_ROLLOUTS = timedelta(days=7)  # rank 0 watches the rollout process; the other ranks only wait for rank 0
 
 
-class _Hooks(TrainerCallback):
-    """Where the transformers loop calls back."""
-
-    def __init__(self, trainer: "AsyncGRPOTrainer") -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._trainer._start_pipeline()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._trainer._optimizer_begun = time.monotonic()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._trainer._finish_step()
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if args.logging_strategy != "no":
-            control.should_log = True  # the steps since the last multiple of logging_steps, if any
-
-
-class _Steps:
-    """The "data loader": asks the trainer for one micro-batch after the other, and for no more than a step needs."""
-
-    def __init__(self, trainer: "AsyncGRPOTrainer") -> None:
-        self._trainer = trainer
-
-    def __iter__(self) -> Any:
-        while (step := self._trainer._next_step()) is not None:
-            yield from step
-
-
-class AsyncGRPOTrainer(WindowLog, Trainer):
+class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
     """Trains with asynchronous GRPO: a vLLM server generates while this process trains.
 
     Args:
@@ -186,7 +154,7 @@ class AsyncGRPOTrainer(WindowLog, Trainer):
         self._trackers = track(self.callback_handler.callbacks, list(args.report_to or ()), self._tracker_failed)
         if reporter is None and self._is_main:
             self.reporter = Reporter(folder=Path(str(args.output_dir)))
-        self.add_callback(_Hooks(self))
+        self.add_callback(Hooks(self))
         self.model.config.use_cache = False
         warn_dropout(self.model)
         self._objects = (
@@ -235,7 +203,7 @@ class AsyncGRPOTrainer(WindowLog, Trainer):
             if self._is_main:
                 self._pipeline = self.make_pipeline(self.duration.end, self._resumed)
                 if self._resumed:  # what its steps since the last log have measured
-                    self._window.merge(read_json(self._resumed[1] / WINDOW_FILE) or {})
+                    self._window.merge(read_window(self._resumed[1]))
             output = super().train(resume_from_checkpoint or None, *args, **kwargs)
             if self._pipeline is not None and self._ended:
                 self._pipeline.ledger.data_ended()
@@ -255,14 +223,6 @@ class AsyncGRPOTrainer(WindowLog, Trainer):
     def make_pipeline(self, end: int | None, resumed: tuple[ckpt.RolloutState, Path] | None) -> Pipeline:
         """Rank 0's pipeline; a replayer of recorded samples takes the live one's place by overriding this."""
         return LivePipeline(self, end, resumed)
-
-    def _read_state(self, path: Path) -> tuple[ckpt.RolloutState, Path]:
-        if self._is_main:
-            ckpt.verify(path)
-        state = ckpt.RolloutState.read(path)
-        shuffle, seed = self._order
-        state.check_same_data(self.data_fingerprint, self.num_prompts, shuffle, seed)
-        return state, path
 
     @property
     def num_prompts(self) -> int | None:
@@ -300,7 +260,7 @@ class AsyncGRPOTrainer(WindowLog, Trainer):
         self._step_begun = self._last_sign = time.monotonic()
 
     def get_train_dataloader(self) -> Any:
-        return _Steps(self)
+        return Steps(self)
 
     def _next_step(self) -> Share | None:
         """This rank's micro-batches of the next optimizer step; None when the run is over. Blocks until they are there."""
@@ -431,48 +391,6 @@ class AsyncGRPOTrainer(WindowLog, Trainer):
         self.evaluations.append({"step": self.state.global_step, **box[0]})
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    # ---- checkpoints
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint that is complete, with its marker last, or not there at all."""
-        if self._saved_step == self.state.global_step:
-            return
-        path = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        self.reporter.phase("saving", step=self.state.global_step)
-        if self._is_main and path.exists():
-            shutil.rmtree(path)
-        self.accelerator.wait_for_everyone()
-        limit, self.args.save_total_limit = self.args.save_total_limit, None  # nothing older goes before this is sealed
-        try:
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            window = self._merged_window()
-            if self._pipeline is not None:
-                write_json(path / WINDOW_FILE, window.state())
-                self._pipeline.write_state(path, self.state.global_step, self._sync.version)
-                ckpt.seal(path)
-                ckpt.rotate(path.parent, limit)
-        except Exception as error:
-            if not ckpt.is_write_failure(error):
-                raise
-            if self._is_main:
-                shutil.rmtree(path, ignore_errors=True)
-            raise ckpt.CheckpointError(
-                f"the checkpoint of step {self.state.global_step} could not be written to {path}: {error}; the one before "
-                "it is untouched: make room, then resume"
-            ) from error
-        finally:
-            self.args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()
-        self._saved_step = self.state.global_step
-
-    _saved_step = -1
-
-    def _save_last(self) -> None:
-        """The end of the data comes unannounced: save the last step where the schedule did not."""
-        if self.args.save_strategy != "no" and self.state.global_step not in (0, self._saved_step):
-            self._save_checkpoint(self.model_wrapped, None)
 
     @property
     def reward_names(self) -> list[str]:

@@ -82,7 +82,7 @@ class AsyncRolloutLoop(LoopMachinery):
             versions = [-1 if version is None else version for version in parsed]
         else:
             versions = [started] * len(choice.token_ids)
-        self._generated_tokens += len(choice.token_ids)
+        self._measures.generated_tokens += len(choice.token_ids)
         return TurnRecord(
             prompt_ids=prompt_ids,
             output_ids=choice.token_ids,
@@ -124,7 +124,7 @@ class AsyncRolloutLoop(LoopMachinery):
                 raise
             except Exception as error:
                 return [error] * count
-            self._durations += [time.monotonic() - begun] * count
+            self._measures.durations += [time.monotonic() - begun] * count
             return list(rollouts)
 
         async def one(generation: int) -> Rollout | Exception:
@@ -132,7 +132,7 @@ class AsyncRolloutLoop(LoopMachinery):
             begun = time.monotonic()
             try:
                 rollout = await self.generate_one(prompt, self.tools, number)
-                self._durations.append(time.monotonic() - begun)
+                self._measures.durations.append(time.monotonic() - begun)
                 return rollout
             except ServerUnavailable:
                 raise

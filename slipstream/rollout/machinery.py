@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -17,11 +16,11 @@ from slipstream.rollout import types as t
 from slipstream.rollout.allowance import Outstanding, is_ahead, may_start
 from slipstream.rollout.client import SamplingSettings, VLLMClient
 from slipstream.rollout.concurrency import ConcurrencyCap
-from slipstream.rollout.observe import group_observations
-from slipstream.rollout.outcome import completions_table, split_group
+from slipstream.rollout.grading import Grading
+from slipstream.rollout.measures import LoadWatch, Measures
 from slipstream.rollout.prompts import Prompt, RejectionWatch, read_prompts
-from slipstream.rollout.scoring import reward_arguments, score, total_rewards, unique_names
-from slipstream.rollout.sequences import assign_costs, sort_out
+from slipstream.rollout.scoring import unique_names
+from slipstream.rollout.sequences import sort_out
 from slipstream.rollout.server_load import parse_load
 from slipstream.rollout.setup import LoopSetup, checked_state
 from slipstream.rollout.types import GroupResult, Message, Rollout, RolloutGroup
@@ -35,10 +34,9 @@ SERVER_POLL_S = 5.0
 SCORERS = 4
 RECENT_GROUPS = 64
 REWARD_THREADS = 16
-NO_WAIT = 1e-9  # weight of "no wait": it counts only in a window without any
 
 
-class LoopMachinery(ABC):
+class LoopMachinery(Grading, ABC):
     """Chooses prompts, keeps the bounds, scores groups and hands them over; the hooks are `AsyncRolloutLoop`'s."""
 
     server_poll_s = SERVER_POLL_S
@@ -109,12 +107,7 @@ class LoopMachinery(ABC):
         self._rollouts_ok = 0
         self._rollouts_failed = 0
         self._in_flight_rollouts = 0
-        self._generated_tokens = 0
-        self._reported = (time.monotonic(), 0)  # when, and the tokens by then
-        self._retries = 0
-        self._waits: list[float] = []
-        self._held_s = 0.0
-        self._durations: list[float] = []  # of rollouts, in seconds
+        self._measures = Measures(time.monotonic())
         self._cap = ConcurrencyCap(
             config.max_concurrent_rollouts, config.num_generations, setup.kv_cache_tokens, setup.max_model_len
         )
@@ -219,62 +212,6 @@ class LoopMachinery(ABC):
             raise
         self._metrics.put([("rollout/score_block_s", time.monotonic() - blocked, 1)])
 
-    # ---- scoring
-
-    async def _score_groups(self) -> None:
-        while True:
-            prompt, group, rollouts = await self._score_queue.get()
-            try:
-                result = await self._score_group(prompt, group, rollouts)
-            finally:
-                self._scoring -= 1
-            # a group that is dropped tells the size of the next as well as one that is kept
-            all_sequences = [s for sequences in group.completions_sequences for s in sequences]
-            result.size = result.cost or assign_costs(all_sequences)
-            if result.size:
-                self._recent_costs.append(result.size)
-            self._hand_over(result)
-
-    async def _score(self, arguments: dict[str, Any], count: int) -> np.ndarray:
-        timeout = self.config.reward_timeout
-        return await score(self.reward_funcs, self._reward_names, self._executor, arguments, count, timeout)
-
-    async def _score_group(self, prompt: Prompt, group: RolloutGroup, rollouts: list[Rollout | None]) -> GroupResult:
-        begun = time.monotonic()
-        alive = [i for i, rollout in enumerate(rollouts) if rollout is not None]
-        by_function = np.full((len(self.reward_funcs), len(rollouts)), math.nan)
-        if alive:
-            arguments = reward_arguments(
-                [group.prompts[i] for i in alive],
-                [group.completions[i] for i in alive],
-                [group.completions_ids[i] for i in alive],
-                {key: [values[i] for i in alive] for key, values in group.reward_kwargs.items()},
-            )
-            by_function[:, alive] = await self._score(arguments, len(alive))
-        group.rewards = total_rewards(by_function, group)
-        advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
-        if advantages.shape != group.rewards.shape:
-            raise ValueError(
-                f"compute_advantages returned shape {advantages.shape} for {group.rewards.shape[0]} rollouts"
-            )
-        samples, dropped = split_group(group, rollouts, advantages, by_function, self._reward_names)
-        observations = [
-            *group_observations(group, rollouts, self.eos_token_ids),
-            ("rollout/score_s", time.monotonic() - begun, 1),
-            ("rollout/score_wait_s", begun - group.queued_at, 1),
-        ]
-        return GroupResult(
-            number=prompt.number,
-            epoch=prompt.epoch,
-            position=prompt.position,
-            row_index=group.row_index,
-            samples=samples,
-            dropped=dict(dropped),
-            cost=assign_costs(samples) if samples else 0,
-            observations=observations,
-            table=completions_table(group, rollouts, advantages) if self.config.log_completions else [],
-        )
-
     # ---- handing over
 
     def _hand_over(self, result: GroupResult) -> None:
@@ -311,9 +248,9 @@ class LoopMachinery(ABC):
             await asyncio.sleep(POLL_S)
             if ahead:
                 held += time.monotonic() - begun
-                self._held_s += time.monotonic() - begun
+                self._measures.held_s += time.monotonic() - begun
         if held > 2 * POLL_S:
-            self._waits.append(held)
+            self._measures.waits.append(held)
 
     async def _dispatch(self) -> None:
         """Start groups in prompt order as the bounds allow; at the end of the data wait for the last, and say so."""
@@ -368,11 +305,11 @@ class LoopMachinery(ABC):
     # ---- life
 
     def _count_retry(self) -> None:
-        self._retries += 1
+        self._measures.retries += 1
 
     async def _serve(self) -> None:
         """Beat, report, abort what is too old, answer commands; returns when asked to stop."""
-        self._reported = (time.monotonic(), self._generated_tokens)
+        self._measures.begin(time.monotonic())
         pending: set[asyncio.Task[None]] = set()
         state_requests: list[int] = []
 
@@ -393,7 +330,7 @@ class LoopMachinery(ABC):
                     state_requests.append(argument)
             while self._is_set_up and state_requests:
                 self._buffer.put(("state", state_requests.pop(), checked_state(type(self).__name__, self.state_dict())))
-            if now - self._reported[0] >= self.report_s:
+            if now - self._measures.begun >= self.report_s:
                 self._metrics.put(self._report())
             await asyncio.sleep(BEAT_S)
 
@@ -403,29 +340,12 @@ class LoopMachinery(ABC):
 
     def _report(self) -> list[t.Observation]:
         """What was measured since the last report."""
-        (begun, before), self._reported = self._reported, (time.monotonic(), self._generated_tokens)
-        seconds, tokens = max(self._reported[0] - begun, 1e-9), self._generated_tokens - before
-        found: list[t.Observation] = [
-            ("rollout/generated_tokens_per_s", tokens / seconds, seconds),
-            ("rollout/concurrency", self._in_flight_rollouts, 1),
-            ("rollout/concurrency_cap", self._cap.cap, 1),
-            ("rollout/score_queue_size", self._score_queue.qsize(), 1),
-            ("rollout/vllm_retry_count", self._retries, 1),
-        ]
-        self._retries = 0
-        waits, self._waits = self._waits, []
-        held, self._held_s = self._held_s, 0.0
-        durations, self._durations = self._durations, []
-        if durations:
-            found.append(("rollout/duration_s", sum(durations) / len(durations), len(durations)))
-        found.append(("rollout/backpressure_s", 0.0, NO_WAIT))
-        found += [("rollout/backpressure_s", wait, 1) for wait in waits]
-        found.append(("rollout/backpressure_frac", min(held / seconds, 1.0), seconds))
-        return found
+        levels = self._in_flight_rollouts, self._cap.cap, self._score_queue.qsize()
+        return self._measures.report(time.monotonic(), *levels)
 
     async def _follow_load(self) -> None:
         """Poll the server's load, let the cap follow it, and report it."""
-        preemptions: int | None = None
+        watch = LoadWatch()
         while True:
             text = None
             with contextlib.suppress(TimeoutError):
@@ -433,18 +353,7 @@ class LoopMachinery(ABC):
             load = parse_load(text)
             self._cap.observe(load, self._in_flight_rollouts)
             if load is not None:
-                before = load.preemptions if preemptions is None else preemptions
-                # fewer than before: the server was started again, and counts from zero
-                new = load.preemptions - before if load.preemptions >= before else load.preemptions
-                preemptions = load.preemptions
-                self._metrics.put(
-                    [
-                        ("rollout/vllm_kv_cache_usage_frac", load.kv_usage, 1),
-                        ("rollout/vllm_running_requests", load.running, 1),
-                        ("rollout/vllm_queued_requests", load.waiting, 1),
-                        ("rollout/vllm_preemption_count", new, 1),
-                    ]
-                )
+                self._metrics.put(watch.observations(load))
             await asyncio.sleep(self.server_poll_s)
 
     async def _main(self) -> None:
