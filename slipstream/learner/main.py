@@ -45,8 +45,6 @@ def trainer_arguments(
         output_dir=str(run.output(attempt)),
         run_dir=str(run.path),
         attempt=attempt,
-        run_name=run.run_id,
-        project=PROJECT,
         bf16=(has_gpu and not section.fp16) if section.bf16 is None else section.bf16,
         use_cpu=not has_gpu,
         ddp_backend="nccl" if has_gpu else "gloo",
@@ -62,6 +60,10 @@ def trainer_arguments(
         vllm_server_base_url=endpoint["url"],
         vllm_server_token_file=str(run.token_file) if endpoint.get("authenticated") else None,
     )
+    if section.report_to:
+        arguments["run_name"] = run.run_id
+    if "trackio" in section.report_to:
+        arguments["project"] = PROJECT
     return arguments
 
 
