@@ -1,4 +1,4 @@
-.PHONY: setup demo test test-fast lint check clean
+.PHONY: setup demo test test-fast test-slurm lint clean
 
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -27,6 +27,10 @@ test: setup  ## everything: unit tests, exactness of model and loss, then real s
 	@$(MAKE) --no-print-directory lint
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 tests/unit tests/model
 	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/integration
+
+test-slurm: setup  ## the SLURM test bed (root, Debian)
+	@$(PY) slurm/testbed install --if-possible
+	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/slurm
 
 clean:
 	rm -rf .venv .venv-vllm runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

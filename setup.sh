@@ -38,7 +38,7 @@ make_main() {
     say ".venv: torch, then slipstream and its dependencies (a few minutes the first time)"
     "$PYTHON" -m venv .venv
     pip_quiet .venv/bin/pip install --quiet "$TORCH"
-    pip_quiet .venv/bin/pip install --quiet -e '.[dev]'
+    pip_quiet .venv/bin/pip install --quiet -e '.[dev,tracking]'
     fingerprint .venv >.venv/.slipstream-setup
 }
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from slipstream.packing.planner import MicroBatch
 from slipstream.packing.sample import NOT_GENERATED, Sample
-from slipstream.packing.trie import Row, pack
+from slipstream.packing.trie import Row
 
 GROUPS, GENERATIONS, VOCABULARY = 64, 8, 150_000
 RANKS, TOKEN_BUDGET = 2, 16_384
@@ -74,7 +74,7 @@ def plan_and_pack(groups: list[list[Sample]], ranks: int, token_budget: int) -> 
 
     def close() -> None:
         batch.spread()
-        packed.append([pack(samples) for samples in batch.rows])
+        packed.append(batch.pack())
 
     for group in groups:
         rest = batch.offer(group)

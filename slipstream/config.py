@@ -4,13 +4,31 @@ The algorithm's defaults are those of `slipstream.run_config.TrainerSection`, an
 """
 
 import dataclasses
+import os
+import typing
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import transformers
+from annotated_types import Ge, Gt, Le, Lt
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
+from slipstream import inherited_arguments as inherited
+from slipstream.config_rules import Impossible, Problem, contradictions, remarks
 from slipstream.run_config import ModelSection, TrainerSection
+from slipstream.tracking import report_problem
+
+# fields whose bounds are others than those of a configuration file: fractions, and all that transformers takes
+_WIDER = ("logging_steps", "save_steps", "eval_steps", "lr_scheduler_type", "report_to")
+_BOUNDS: dict[type, tuple[str, str, Any]] = {
+    Ge: ("ge", "at least", lambda value, bound: value >= bound),
+    Gt: ("gt", "above", lambda value, bound: value > bound),
+    Le: ("le", "at most", lambda value, bound: value <= bound),
+    Lt: ("lt", "below", lambda value, bound: value < bound),
+}
 
 
 def _default(name: str, section: type = TrainerSection) -> Any:
@@ -43,7 +61,7 @@ class AsyncGRPOConfig(TrainingArguments):
         default=True, metadata={"help": "Always true: a live rollout queue cannot be replayed by skipping batches."}
     )
     report_to: str | list[str] | None = field(default="none", metadata={"help": "Integrations to log to."})
-    optim: str = field(default="adamw_torch_fused", metadata={"help": "The optimizer."})
+    optim: OptimizerNames | str = field(default="adamw_torch_fused", metadata={"help": "The optimizer."})
 
     # the model
     model_init_kwargs: dict[str, Any] | str | None = field(
@@ -95,6 +113,7 @@ class AsyncGRPOConfig(TrainingArguments):
     # logging
     log_completions: bool = _field("log_completions")
     num_completions_to_print: int | None = _field("num_completions_to_print")
+    record_samples: bool = _field("record_samples")
 
     # where a run folder is
     run_dir: str | None = field(default=None, metadata={"help": "The run folder; None outside a run."})
@@ -111,79 +130,89 @@ class AsyncGRPOConfig(TrainingArguments):
             self.bf16 = not self.fp16
         if self.output_dir is None:
             self.output_dir = "trainer_output"
+        self._check()
         # transformers 5.2x renamed the field; the specification's name keeps working, without its warning
         renamed = any(f.name == "activation_checkpointing" for f in dataclasses.fields(TrainingArguments))
         if renamed and self.activation_checkpointing is None:
             self.activation_checkpointing = self.gradient_checkpointing
+            self.activation_checkpointing_kwargs = (
+                self.activation_checkpointing_kwargs or self.gradient_checkpointing_kwargs
+            )
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False
-        if self.deepspeed:  # before transformers asks for its package
-            raise ValueError("deepspeed: DeepSpeed is not supported; use fsdp (FSDP2)")
         super().__post_init__()
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
-        self._check()
+        _refuse(
+            [
+                *inherited.read_problems(self.accelerator_config, self.fsdp_config),
+                *inherited.device_problems(self.__dict__.get("_n_gpu", 0)),
+            ]
+        )
 
     def _check(self) -> None:
-        def refuse(condition: bool, message: str) -> None:
-            if condition:
-                raise ValueError(message)
+        """Refuse what cannot work, and warn about what has no effect; before transformers changes any value."""
+        values = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        default = {f.name: _plain(f.default) for f in dataclasses.fields(self)}
+        problems = [
+            *inherited.version_problems(transformers.__version__),
+            *_own_problems(values),
+            *_bound_problems(values),
+            *inherited.problems(values),
+            *inherited.launch_problems(os.environ),
+            *_report_problems(values["report_to"]),
+        ]
+        faulty = {key for key, _, _ in problems}
+        comparable = {key: default[key] if key in faulty else value for key, value in values.items()}
+        problems += [p for p in contradictions(comparable) if p[0] not in faulty]
+        _refuse(problems)
+        for key, value, message in [*remarks(values, default), *inherited.remarks(values, default)]:
+            warnings.warn(f"{key} = {value!r}: {message}", stacklevel=4)
 
-        refuse(self.num_generations < 2, f"num_generations={self.num_generations}: a group needs at least 2")
-        refuse(
-            self.temperature < 0.01,
-            f"temperature={self.temperature}: below 0.01 vLLM clamps it and there is no importance ratio; use 0.01 or more",
-        )
-        refuse(not 0 < self.top_p <= 1, f"top_p={self.top_p}: it must lie in (0, 1]")
-        refuse(
-            (self.top_p < 1 or bool(self.min_p)) and self.top_k <= 0,
-            f"top_p={self.top_p}, min_p={self.min_p}: set top_k too (for example 512), the server bounds the candidate set by it",
-        )
-        for name in ("max_completion_length", "max_concurrent_rollouts", "token_budget"):
-            value = getattr(self, name)
-            refuse(value is not None and value < 1, f"{name}={value}: it must be 1 or more")
-        refuse(
-            self.score_centering and self.num_sampler_logprobs < 1,
-            f"num_sampler_logprobs={self.num_sampler_logprobs}: score centering needs at least 1; or set score_centering=False",
-        )
-        refuse(self.top_k < 0, f"top_k={self.top_k}: it must be 0 (off) or more")
-        refuse(self.min_p is not None and not 0 <= self.min_p <= 1, f"min_p={self.min_p}: it must lie in [0, 1]")
-        refuse(not 0 < self.epsilon < 1, f"epsilon={self.epsilon}: it must lie between 0 and 1")
-        refuse(self.epsilon_high <= 0, f"epsilon_high={self.epsilon_high}: it must be above 0")  # type: ignore[operator]
-        refuse(
-            self.router_aux_loss_coef is not None and self.router_aux_loss_coef < 0,
-            f"router_aux_loss_coef={self.router_aux_loss_coef}: it must be 0 (off) or more",
-        )
-        refuse(self.max_staleness < 0, f"max_staleness={self.max_staleness}: it must be 0 or more")
-        refuse(self.weight_sync_steps < 1, f"weight_sync_steps={self.weight_sync_steps}: it must be 1 or more")
-        refuse(
-            self.vllm_importance_sampling_clip_min > self.vllm_importance_sampling_clip_max,
-            f"vllm_importance_sampling_clip_min={self.vllm_importance_sampling_clip_min} is above "
-            f"vllm_importance_sampling_clip_max={self.vllm_importance_sampling_clip_max}",
-        )
-        refuse(self.use_liger_kernel, "use_liger_kernel=True is not supported: the loss is our own; set it to False")
-        refuse(
-            not self.ignore_data_skip,
-            "ignore_data_skip=False: a live rollout queue cannot be replayed; the position is in rollout_state.json",
-        )
-        refuse(
-            self.auto_find_batch_size, "auto_find_batch_size=True: rows are bounded by token_budget; lower that instead"
-        )
-        refuse(self.label_smoothing_factor != 0, "label_smoothing_factor is not used by this loss: set it to 0")
-        refuse(
-            self.train_sampling_strategy not in ("random", "sequential"),
-            f"train_sampling_strategy={self.train_sampling_strategy!r}: prompts are visited 'random' or 'sequential'",
-        )
-        parallelism = self.parallelism_config
-        for name in ("cp_size", "sp_size"):
-            refuse(
-                parallelism is not None and getattr(parallelism, name, 1) > 1,
-                f"parallelism_config.{name} > 1: context and sequence parallelism are not supported; use data parallel ranks",
-            )
-        schedule = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
-        if schedule not in ("constant", "constant_with_warmup") and self.max_steps <= 0:
-            warnings.warn(
-                f"lr_scheduler_type={schedule} without max_steps: the number of steps is not known in "
-                "advance, so the decay would never end; set max_steps",
-                stacklevel=2,
-            )
+
+def _plain(value: Any) -> Any:
+    """An enumeration's value; anything else as it is."""
+    return getattr(value, "value", value)
+
+
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise Impossible(problems)
+
+
+def _own_problems(values: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with fields that a configuration file does not have."""
+    found: list[Problem] = []
+    turns, url = values["max_tool_calling_iterations"], str(values["vllm_server_base_url"])
+    if turns is not None and turns < 1:
+        found.append(("max_tool_calling_iterations", turns, "must be at least 1, or None for no limit"))
+    if not url.startswith(("http://", "https://")):
+        found.append(("vllm_server_base_url", url, 'must start with http:// or https://, like "http://localhost:8000"'))
+    return found
+
+
+def _report_problems(names: Any) -> list[Problem]:
+    """Integrations that are not known or not installed."""
+    listed = [names] if isinstance(names, str) else list(names or ())
+    found = [report_problem(name) for name in listed if name not in ("all", "none")]
+    return [("report_to", names, text) for text in found if text is not None]
+
+
+def _bound_problems(values: Mapping[str, Any]) -> list[Problem]:
+    """Values outside the bounds that stand at the fields of the configuration file's sections."""
+    found: list[Problem] = []
+    for section, names in ((TrainerSection, TrainerSection.model_fields), (ModelSection, ("dtype",))):
+        for name in names:
+            value, info = values.get(name), section.model_fields[name]
+            if value is None or name in _WIDER:
+                continue
+            choices = typing.get_args(info.annotation) if typing.get_origin(info.annotation) is typing.Literal else ()
+            if choices and value not in choices:
+                found.append((name, value, f"must be one of {', '.join(map(repr, choices))}"))
+            bounds = [(*_BOUNDS[type(m)], m) for m in info.metadata if type(m) in _BOUNDS]
+            if bounds and not isinstance(value, int | float):
+                found.append((name, value, "must be a number"))
+            elif not all(holds(value, getattr(m, attribute)) for attribute, _, holds, m in bounds):
+                words = " and ".join(f"{word} {getattr(m, attribute)}" for attribute, word, _, m in bounds)
+                found.append((name, value, f"must be {words}; {info.description}"))
+    return found

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config_file import ConfigError, Problem
+from slipstream.config_rules import remarks
 from slipstream.preflight_model import find_model, model_problems
 from slipstream.preflight_prompts import prompt_problems
-from slipstream.run_config import RunConfig
+from slipstream.run_config import RunConfig, TrainerSection
 from slipstream.serving.command import CommandError, vllm_python
+from slipstream.tracking import report_problem
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -44,7 +46,23 @@ def preflight(config: RunConfig) -> list[Problem]:
         problems += model_problems(model, config)
         if dataset is not None:
             problems += prompt_problems(config, model, dataset)
-    return [*problems, *_server(config), *_machine(config)]
+    return [*problems, *without_effect(config), *_server(config), *_machine(config), *_integrations(config)]
+
+
+def without_effect(config: RunConfig) -> list[Problem]:
+    """A warning for each value of the trainer section that others make useless."""
+    values = {name: getattr(config.trainer, name) for name in TrainerSection.model_fields}
+    default = {name: field.default for name, field in TrainerSection.model_fields.items()}
+    found = remarks(values, default)
+    return [Problem(f"trainer.{key}", value, message, "warning") for key, value, message in found]
+
+
+def _integrations(config: RunConfig) -> list[Problem]:
+    names = config.trainer.report_to
+    if config.learner.python is not None:  # what is installed there is found out by the learner
+        return []
+    found = {name: report_problem(name) for name in names}
+    return [Problem("trainer.report_to", names, text) for text in found.values() if text is not None]
 
 
 def _load(key: str, source: str, split: str) -> tuple["Dataset | None", list[Problem]]:

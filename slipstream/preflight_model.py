@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SMALL_FILES = ("config.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "tokenizer.json")
 HUB_TIMEOUT_S = 10.0
+PACKED = frozenset({"llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"})  # no need to look
+ALONG_THE_PATH = frozenset({"full_attention", "sliding_attention"})
+LOOK_TIMEOUT_S = 120.0
+REFUSED = 3
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -129,7 +135,23 @@ def model_problems(model: ModelFiles, config: RunConfig) -> list[Problem]:
                 "the model, or set tokenizer.chat_template and save the tokenizer (it writes chat_template.jinja)"
             )
         )
-    return [*problems, *_length_problems(settings, config)]
+    return [*problems, *_packing_problems(model, settings, config), *_length_problems(settings, config)]
+
+
+def _packing_problems(model: ModelFiles, settings: dict[str, Any], config: RunConfig) -> list[Problem]:
+    """Whether packed rows of such a model would be trained right: asked of a process that loads torch."""
+    kinds = settings.get("layer_types") or ()
+    if settings.get("model_type") in PACKED and ALONG_THE_PATH.issuperset(kinds):
+        return []
+    if "model_type" not in settings or settings.get("auto_map"):  # its own code: known once it is loaded
+        return []
+    command = [sys.executable, "-m", "slipstream.packing.attention.support", str(model.folder)]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return []  # the learner asks again
+    words = answer.stdout.strip()
+    return [Problem("model.name", config.model.name, words)] if answer.returncode == REFUSED and words else []
 
 
 def has_chat_template(model: ModelFiles) -> bool:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from slipstream.config_rules import Impossible, contradictions
+
 # A section renders as a form in the Prefect UI: every field has a title and a description with its unit.
 FORBID = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
 
@@ -19,14 +21,6 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 # Numbers end up in 32-bit fields of libraries, and seconds in their 32-bit milliseconds.
 LARGEST = 2**31 - 1
 MOST_SECONDS = 2_000_000.0
-
-
-class Impossible(ValueError):
-    """Values that exclude each other: `problems` holds (key, its value, what is wrong and the way out) for each."""
-
-    def __init__(self, problems: list[tuple[str, Any, str]]) -> None:
-        self.problems = problems
-        super().__init__("; ".join(f"{key} = {value!r}: {message}" for key, value, message in problems))
 
 
 class Section(BaseModel):
@@ -217,8 +211,8 @@ class TrainerSection(Section):
     num_sampler_logprobs: int = Field(
         8,
         title="Sampler log-probabilities",
-        ge=1,
-        description="Likeliest tokens per position used for score centering.",
+        ge=0,
+        description="Likeliest tokens per position used for score centering, which needs at least 1.",
     )
 
     # --- logging and checkpoints
@@ -237,8 +231,10 @@ class TrainerSection(Section):
         default_factory=list,
         title="Report to",
         examples=[["tensorboard"]],
-        description="Integrations of transformers that get the metrics too, like tensorboard, wandb or trackio; each must be "
-        "installed where the learner runs.",
+        description="Integrations that get the metrics too: tensorboard, wandb, trackio (`pip install "
+        "'slipstream-rl[tracking]'` where the learner runs), or others of transformers. Their files lie in the run's "
+        "folder, and resumed attempts go on in the same curves. A key like WANDB_API_KEY reaches jobs only where the "
+        "cluster profile's keep_environment names it.",
     )
     log_completions: bool = Field(
         False, title="Log completions", description="Print sample completions, and write them to the records."
@@ -249,22 +245,15 @@ class TrainerSection(Section):
         ge=1,
         description="How many to print when completions are logged; empty: all.",
     )
+    record_samples: bool = Field(
+        False,
+        title="Record samples",
+        description="Write every group of samples to samples.pickle of the records, so that the training can be replayed.",
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> "TrainerSection":
-        problems: list[tuple[str, Any, str]] = []
-        for key, on in (("top_p", self.top_p < 1), ("min_p", bool(self.min_p))):
-            if on and self.top_k == 0:
-                message = "needs top_k > 0, for example top_k = 512: the server bounds the candidate set by it"
-                problems.append((key, getattr(self, key), message))
-        if self.bf16 and self.fp16:
-            problems.append(("bf16", True, "excludes fp16 = true: set one of them to false"))
-        if self.max_steps == 0:
-            problems.append(("max_steps", 0, "trains nothing: set it to -1 (epochs decide) or to at least 1"))
-        if self.lr_scheduler_type not in ("constant", "constant_with_warmup", "inverse_sqrt") and self.max_steps < 0:
-            message = "needs max_steps of at least 1: the number of steps per epoch is not known in advance"
-            problems.append(("lr_scheduler_type", self.lr_scheduler_type, message))
-        if problems:
+        if problems := contradictions({name: getattr(self, name) for name in type(self).model_fields}):
             raise Impossible(problems)
         return self
 
@@ -440,7 +429,12 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> "RunConfig":
         problems: list[tuple[str, Any, str]] = []
-        trainer, server, learner = self.trainer, self.server, self.learner
+        trainer, server, learner, data = self.trainer, self.server, self.learner, self.data
+        if trainer.eval_steps is not None and data.eval_source is None:
+            message = "needs held-out prompts: set data.eval_source, or leave it out"
+            problems.append(("trainer.eval_steps", trainer.eval_steps, message))
+        if data.eval_size is not None and data.eval_source is None:
+            problems.append(("data.eval_size", data.eval_size, "needs data.eval_source, or leave it out"))
         if trainer.max_completion_length >= server.max_model_len:
             message = (
                 f"leaves no prompt room in server.max_model_len = {server.max_model_len}: raise that or lower this"

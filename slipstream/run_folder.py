@@ -207,6 +207,11 @@ class RunFolder:
         """metrics.jsonl, ledger.jsonl, events.jsonl, completions/ of an attempt."""
         return self.path / "records" / f"a{attempt}"
 
+    @property
+    def trackers(self) -> Path:
+        """Files of the integrations that `report_to` names; not there without any."""
+        return self.path / "trackers"
+
     def log_file(self, role: str, attempt: int) -> Path:
         return self.logs / f"{role}-{attempt}.log"
 

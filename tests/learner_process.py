@@ -28,8 +28,17 @@ def write_prompts(path: Path, count: int) -> Path:
     return path
 
 
-def learner_run(root: Path, run_id: str, server: VllmServer, data: Path, **trainer: Any) -> RunFolder:
-    """A run folder whose first attempt uses `server`."""
+def learner_run(
+    root: Path,
+    run_id: str,
+    server: VllmServer,
+    data: Path,
+    *,
+    sections: dict[str, dict[str, Any]] | None = None,
+    **trainer: Any,
+) -> RunFolder:
+    """A run folder whose first attempt uses `server`. `sections`: further settings of other sections than the trainer."""
+    more = sections or {}
     settings = {
         "max_completion_length": 12,
         "num_generations": 4,
@@ -43,11 +52,11 @@ def learner_run(root: Path, run_id: str, server: VllmServer, data: Path, **train
         {
             "name": "test",
             "model": {"name": str(server.model)},
-            "data": {"source": str(data)},
+            "data": {"source": str(data), **more.get("data", {})},
             "reward": {"functions": ["tests.sample_rewards:low_bytes"]},
             "trainer": settings,
             "server": {"gpus": 0, "max_model_len": 512},
-            "learner": {"gpus": 0, "processes_per_node": 2},
+            "learner": {"gpus": 0, "processes_per_node": 2, **more.get("learner", {})},
         }
     )
     run = RunFolder.create(root, run_id)
@@ -97,7 +106,10 @@ def ranks_of(leader: subprocess.Popen[bytes]) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(leader.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "slipstream.learner.main" in process.cmdline() and "torch.distributed.run" not in process.cmdline():
+            if (
+                "slipstream.learner.main" in process.cmdline()
+                and "slipstream.learner.torchrun" not in process.cmdline()
+            ):
                 found.append(process)
     return found
 

@@ -16,7 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 from slipstream.algorithm.advantages import group_advantages
 from slipstream.config import AsyncGRPOConfig
 from slipstream.learner.checkpoint import REMAINDER_FILE, load_samples
-from slipstream.learner.feed import PlannedMicroBatch, StepPlan
+from slipstream.learner.plan import PlannedMicroBatch, Share, StepPlan, make_plan
 from slipstream.learner.replay import ReplayPipeline
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.trainer import AsyncGRPOTrainer
@@ -265,16 +265,11 @@ class ReplayTrainer(AsyncGRPOTrainer):
             groups = [groups[number] for number in state.position.numbers(len(groups)) if number not in held]
         pipeline = ReplayPipeline(self, groups, self._budget, resumed)
         if self._deal is not None:
-            plan_step, rng = pipeline.feed.next_step, np.random.default_rng(self._deal)
-
-            def next_step(version: int) -> StepPlan | None:
-                plan = plan_step(version)
-                return None if plan is None else dealt(plan, self.accelerator.num_processes, rng)
-
-            pipeline.feed.next_step = next_step  # type: ignore[method-assign]
+            rng = np.random.default_rng(self._deal)
+            pipeline.feed.make_plan = lambda batches: dealt(make_plan(batches), self.accelerator.num_processes, rng)
         return pipeline
 
-    def _next_step(self) -> list[dict[str, Any]] | None:
+    def _next_step(self) -> Share | None:
         step = super()._next_step()
         if step is not None:
             self._plans.append(self._plan)
@@ -328,7 +323,7 @@ def replay_config(output_dir: Path, **changes: Any) -> AsyncGRPOConfig:
         "save_strategy": "no",
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
-        "num_train_epochs": 1,
+        "num_train_epochs": 1 if changes.get("max_steps", -1) < 0 else 3.0,
         "gradient_checkpointing": False,
         **BOUNDS,
     }

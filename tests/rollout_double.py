@@ -10,7 +10,7 @@ from typing import Any
 from slipstream.metrics.window import Window
 from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.setup import LoopSetup
-from slipstream.rollout.types import EndOfData, GroupResult, Rollout
+from slipstream.rollout.types import EndOfData, EvalResult, GroupResult, Rollout
 from slipstream.run_config import TrainerSection
 from tests.generation_server import GenerationServer
 
@@ -86,6 +86,8 @@ class Double:
         self.allowance = SimpleNamespace(value=config.pop("allowance", 10**9))
         self._buffer: Any = queue.Queue()
         self._metrics: Any = queue.Queue()
+        self._commands: Any = queue.Queue()
+        self.evaluations: list[EvalResult] = []
         self._stop = threading.Event()
         settings = {name: field.default for name, field in TrainerSection.model_fields.items()}
         extra = {"vllm_server_token_file": None, "chat_template_kwargs": None, "num_generations": 3}
@@ -115,7 +117,7 @@ class Double:
             setup=self._setup,
             trainer_waits=SimpleNamespace(value=0),
             stop_event=self._stop,
-            commands=queue.Queue(),
+            commands=self._commands,
         )
         self._running = asyncio.create_task(asyncio.to_thread(self.loop.run))
         return self
@@ -127,6 +129,10 @@ class Double:
         finally:
             await self.server.__aexit__()
 
+    def ask(self, kind: str, argument: int) -> None:
+        """Send the loop a command."""
+        self._commands.put((kind, argument))
+
     def collect(self) -> None:
         """Take in what was handed over and reported by now."""
         while not self._buffer.empty():
@@ -134,7 +140,11 @@ class Double:
             if isinstance(message, GroupResult):
                 self.groups.append(message)
                 self.window.add_all(message.observations)
-            self.ended = self.ended or isinstance(message, EndOfData)
+            if isinstance(message, EvalResult):
+                self.evaluations.append(message)
+            if isinstance(message, EndOfData):
+                self.ended = True
+                self.window.add_all(message.observations)
         while not self._metrics.empty():
             self.window.add_all(self._metrics.get())
 

@@ -5,13 +5,14 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
 
+from slipstream.learner.ledger import History
 from slipstream.packing.sample import Sample
 from slipstream.rollout.setup import Position
 from slipstream.run_folder import RunFolder, fsync_folder, read_json, write_json
@@ -140,6 +141,9 @@ class RolloutState:
         dataset_fingerprint, dataset_length, shuffle, seed: of the prompts and their order.
         rewards, loop: names.
         loop_state: what the loop's own `state_dict` returned.
+        settings: others that a resume may change, but says so.
+        outcomes, split: the ledger's `History`, by epoch and by number; None where an older version wrote the file.
+        group_tokens: mean size of the newest groups, in tokens; None before the first.
     """
 
     step: int
@@ -155,6 +159,16 @@ class RolloutState:
     rewards: list[str]
     loop: str
     loop_state: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    outcomes: dict[str, dict[str, int]] | None = None
+    split: dict[str, dict[str, Any]] = field(default_factory=dict)
+    group_tokens: float | None = None
+
+    @property
+    def history(self) -> History | None:
+        if self.outcomes is None:
+            return None
+        return History({int(k): v for k, v in self.outcomes.items()}, {int(k): v for k, v in self.split.items()})
 
     @property
     def position(self) -> Position:
@@ -170,7 +184,9 @@ class RolloutState:
             value = read_json(checkpoint / STATE_FILE)
             if value is None:
                 raise CheckpointError(f"{checkpoint} has no {STATE_FILE}: it was not written by this trainer")
-            return cls(**{f.name: value[f.name] for f in fields(cls)})
+            optional = {f.name for f in fields(cls) if f.default is not MISSING or f.default_factory is not MISSING}
+            names = [f.name for f in fields(cls) if f.name in value or f.name not in optional]
+            return cls(**{name: value[name] for name in names})
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{checkpoint / STATE_FILE} is damaged: {error!r}") from error
 

@@ -1,57 +1,30 @@
-"""Rank 0's side of the rollout queue: take groups, drop what is too old, fill the micro-batches of a step."""
+"""Rank 0's side of the rollout queue, as the training thread sees it: ask for a step, settle it, and what waits."""
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
 
+from slipstream.learner.account import TokenAccount
+from slipstream.learner.draft import Draft, Dropped, StepShape
 from slipstream.learner.ledger import Ledger
+from slipstream.learner.plan import StepPlan, make_plan
+from slipstream.learner.planner import Planner, PlannerThread, Source
 from slipstream.metrics.window import Window
-from slipstream.packing.planner import MicroBatch, oversize
 from slipstream.packing.sample import Sample
-from slipstream.packing.trie import Row, pack
-from slipstream.rollout.allowance import full_step, outstanding_bound
-from slipstream.rollout.types import OVERSIZE, STALE, GroupResult
-
-
-class Source(Protocol):
-    """Where groups come from."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples that wait."""
-
-    def take(self) -> GroupResult | None:
-        """The next group, or None at the end of the data. Blocks."""
-
-    def publish(self, allowance_total: int) -> None:
-        """Let generation go on until this running total of tokens."""
-
-    def step_planned(self) -> None:
-        """The trainer has all that its step needs, and waits no more."""
-
-
-@dataclass
-class PlannedMicroBatch:
-    """Rows of one micro-batch, one per rank, and the trained tokens over all of them."""
-
-    rows: list[Row]
-    num_tokens: int
-    imbalance: float
-
-
-@dataclass
-class StepPlan:
-    """What one optimizer step trains on; `micro_batches` may be fewer than configured at the end of the data."""
-
-    micro_batches: list[PlannedMicroBatch]
-    samples: list[Sample] = field(default_factory=list)
+from slipstream.rollout.allowance import full_step
+from slipstream.rollout.types import OVERSIZE, GroupResult
 
 
 class SampleFeed:
-    """Makes step plans out of the groups that arrive."""
+    """Hands out step plans. A planner drafts each, the next one already while one is trained.
+
+    Ledger and window are touched on the training thread alone, and for a step only once it is asked for: a checkpoint in
+    between knows nothing of the draft, and the samples that it took from those held are still among them.
+
+    Attributes:
+        make_plan: makes rows of the micro-batches that are filled; a test may exchange it before the first step.
+        waiting_since: while the training thread waits for a step, when that began.
+    """
 
     def __init__(
         self,
@@ -65,29 +38,29 @@ class SampleFeed:
         max_staleness: int,
         warn: Callable[[str], None],
         while_waiting: Callable[[], None] = lambda: None,
+        planner: Planner | None = None,
     ) -> None:
-        """`while_waiting` is called for each group taken for a step: it may be one of many that are dropped."""
+        """`while_waiting` is called now and then while a step is waited for; `planner`: by default a thread."""
         self._source = source
         self._ledger = ledger
         self._window = window
-        self._ranks = ranks
-        self._accumulation = accumulation
-        self._budget = token_budget
-        self._max_staleness = max_staleness
+        self._shape = StepShape(ranks, accumulation, token_budget, max_staleness)
+        self._account = TokenAccount(source.publish, max_staleness, full_step(ranks, accumulation, token_budget))
         self._warn = warn
         self._while_waiting = while_waiting
-        self.waiting_since: float | None = None  # while a step is filled: when that began
+        self._planner = planner or PlannerThread(source)
         self._held: deque[list[Sample]] = deque()  # groups (or their rest) that did not fit any more
-        self._used_total = 0
-        self._bound = outstanding_bound(max_staleness, full_step(ranks, accumulation, token_budget))
+        self._again: deque[GroupResult] = (
+            deque()
+        )  # groups that a draft of another version took and the next did not need
+        self._draft: Draft | None = None
         self._warned_oversize = False
+        self.make_plan = make_plan
+        self.waiting_since: float | None = None
 
     def open(self) -> None:
         """Let generation start."""
-        self._publish()
-
-    def _publish(self) -> None:
-        self._source.publish(self._used_total + self._bound)
+        self._account.publish()
 
     def hold(self, samples: Iterable[Sample]) -> None:
         """Put back the remainder that a checkpoint held; it comes first."""
@@ -100,135 +73,99 @@ class SampleFeed:
         """The samples of these prompts that wait here, for a checkpoint."""
         return [sample for group in self._held for sample in group if sample.number in numbers]
 
-    def _drop(self, sample: Sample, reason: str) -> None:
-        self._used_total += sample.cost
-        self._publish()
-        self._ledger.dropped(sample, reason)
-        self._window.add(f"sample/dropped_{reason}_count", 1)
+    def next_step(self, version: int, following: int | None = None) -> StepPlan | None:
+        """The next step, to be trained at policy `version`; None when the data has ended. Blocks.
 
-    def _admit(self, sample: Sample, version: int) -> bool:
-        if version - sample.oldest_version > self._max_staleness:
-            self._drop(sample, STALE)
-            return False
-        if oversize(sample, self._budget):
-            self._window.add("batch/dropped_oversize_count", 1)
-            if not self._warned_oversize:
-                self._warned_oversize = True
-                self._warn(
-                    f"a sample of {len(sample)} tokens does not fit into token_budget = {self._budget} and was dropped; "
-                    "raise token_budget or lower max_completion_length (further ones are only counted)"
-                )
-            self._drop(sample, OVERSIZE)
-            return False
-        return True
-
-    def _next_group(self, version: int) -> list[Sample] | None:
-        """The next samples that may be trained, or None at the end of the data."""
-        while True:
-            if self._held:
-                samples = self._held.popleft()
-            else:
-                self._window.add("rollout/queue_size", self._source.num_samples)
-                result = self._source.take()
-                if result is None:
-                    return None
-                self._window.add_all(result.observations)
-                for reason, count in result.dropped.items():
-                    self._window.add(f"sample/dropped_{reason}_count", count)
-                self._ledger.arrived(result)
-                samples = result.samples
-            self._while_waiting()
-            admitted = [sample for sample in samples if self._admit(sample, version)]
-            if admitted:
-                return admitted
-
-    def next_step(self, version: int) -> StepPlan | None:
-        """Fill the micro-batches of one step at policy `version`; None when the data has ended. Blocks."""
+        `following`: the version at which the step after it will be trained, which is drafted from now on; None: there is
+        none. Without staleness nothing of it can be there before that version, so that nothing is drafted either.
+        """
         begun = self.waiting_since = time.monotonic()
-        self._publish()
+        self._account.publish()
         for name in ("sample/dropped_stale_count", "batch/dropped_oversize_count"):
             self._window.add(name, 0)  # none is a number, too
-        batches: list[MicroBatch] = []
-        current = MicroBatch(self._ranks, self._budget)
-        while len(batches) < self._accumulation:
-            group = self._next_group(version)
-            if group is None:
-                if len(current):
-                    batches.append(current)
-                break
-            rest = current.offer(group)
-            if rest:
-                self._held.appendleft(rest)
-                batches.append(current)
-                current = MicroBatch(self._ranks, self._budget)
-        self._source.step_planned()
-        self.waiting_since = None
-        self._window.add("perf/rollout_wait_s", time.monotonic() - begun)
-        if not batches:
+        draft = self._ask(version)
+        self._window.add("rollout/queue_size", self._source.num_samples + draft.num_taken)
+        try:
+            self._wait(draft)
+        finally:
+            self._source.step_planned()
+            self.waiting_since = None
+        if draft.error is not None:
+            raise draft.error
+        self._held, self._again = draft.held, draft.again
+        plan = draft.plan
+        if plan is None:
             return None
-        plan = StepPlan([])
-        for batch in batches:
-            batch.spread()
-            rows = [pack(samples) for samples in batch.rows]
-            plan.micro_batches.append(PlannedMicroBatch(rows, sum(row.num_terms for row in rows), batch.imbalance()))
-            plan.samples += [sample for samples in batch.rows for sample in samples]
-        self._ledger.in_step(plan.samples)
-        if self._max_staleness > 0:
-            self._release(plan)
-            self._publish()
-        self._observe(plan, version)
+        self._window.add("perf/rollout_wait_s", max(draft.filled_at - begun, 0.0))
+        self._ledger.in_step(plan.oldest_versions)
+        if self._shape.max_staleness > 0:
+            self._account.used(plan.cost)
+            self._account.publish()
+            if following is not None:
+                self._draft = self._begin(following)
+        queued_at, count = plan.queued
+        self._window.add("sample/time_in_queue_s", time.monotonic() - queued_at, count)
         return plan
 
+    def _begin(self, version: int, instead_of: Draft | None = None) -> Draft:
+        draft = Draft(version, self._held, self._again, self._shape, self._account, self.make_plan, instead_of)
+        self._planner.begin(draft)
+        return draft
+
+    def _ask(self, version: int) -> Draft:
+        """The draft of the step, with the training thread waiting for it from now on."""
+        draft, self._draft = self._draft, None
+        if draft is not None and draft.version == version:
+            return draft
+        if draft is not None:
+            draft.abandoned = True
+        return self._begin(version, draft)
+
+    def _wait(self, draft: Draft) -> None:
+        if not draft.done:
+            draft.awaited = True
+            self._source.step_awaited()
+        while True:
+            done = draft.done
+            self._apply(draft)
+            if done:
+                return
+            self._while_waiting()
+            self._planner.wait(draft)
+
+    def _apply(self, draft: Draft) -> None:
+        """Let ledger and window know what the draft has found."""
+        events, window = draft.collect()
+        self._window.merge(window.state())
+        for event in events:
+            if not isinstance(event, Dropped):
+                self._ledger.arrived(event)
+                continue
+            self._ledger.dropped(event.sample, event.reason)
+            if event.reason == OVERSIZE and not self._warned_oversize:
+                self._warned_oversize = True
+                self._warn(
+                    f"a sample of {len(event.sample)} tokens does not fit into token_budget = "
+                    f"{self._shape.token_budget} and was dropped; raise token_budget or lower max_completion_length "
+                    "(further ones are only counted)"
+                )
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the planner works on the step after the one that is trained."""
+        return self._draft is not None and not self._draft.done
+
     def step_finished(self, plan: StepPlan) -> None:
-        """Settle the step's prompts. Call it before the new policy is delivered."""
-        if self._max_staleness == 0:
-            self._release(plan)
+        """Settle the step's prompts. Call it before the new policy is delivered.
+
+        Its tokens are not outstanding any more since it began, so that the rollout process generates while it is trained.
+        With `max_staleness = 0` whatever is generated then would be dropped: they count until now, and that is published
+        once the new policy is delivered.
+        """
+        if self._shape.max_staleness == 0:
+            self._account.used(plan.cost)
         self._ledger.step_finished()
 
-    def _release(self, plan: StepPlan) -> None:
-        """What a step trains on is not outstanding any more.
-
-        Counted as the step begins, so that the rollout process generates while it is trained. With `max_staleness = 0`
-        whatever is generated then would be dropped: counted after it, and published once the new policy is delivered.
-        """
-        used = sum(sample.cost for sample in plan.samples)
-        self._used_total += used
-        if used:
-            self._bound = outstanding_bound(self._max_staleness, used)
-
-    def _observe(self, plan: StepPlan, version: int) -> None:
-        add, now = self._window.add, time.monotonic()
-        rewards = [sample.reward for sample in plan.samples if not math.isnan(sample.reward)]
-        if rewards:
-            add("reward_kept", sum(rewards) / len(rewards), len(rewards))
-        for sample in plan.samples:
-            staleness = version - sample.oldest_version
-            add("sample/staleness_mean", staleness)
-            add("sample/staleness_max", staleness)
-            add("sample/forwarded_tokens_mean", len(sample))
-            add("sample/forwarded_tokens_max", len(sample))
-            add("sample/trained_tokens_mean", sample.num_trained)
-            add("reward_group_std", sample.group_std)
-            if sample.queued_at:
-                add("sample/time_in_queue_s", now - sample.queued_at)
-            for name, (value, spread) in sample.rewards_by_name.items():
-                add(f"rewards/{name}/mean", value)
-                add(f"rewards/{name}/group_std", spread)
-        rows = [row for batch in plan.micro_batches for row in batch.rows]
-        forwarded = sum(row.num_tokens for row in rows)
-        trained = sum(row.num_terms for row in rows)
-        add("batch/forwarded_tokens_per_step", forwarded)
-        add("batch/trained_tokens_per_step", trained)
-        add("batch/samples_per_step", len(plan.samples))
-        add("batch/groups_per_step", len({sample.number for sample in plan.samples}))
-        add("batch/microbatches_per_step", len(plan.micro_batches))
-        add("batch/pad_frac", 0.0)
-        add("batch/masked_token_frac", 1 - trained / forwarded, forwarded)
-        add("batch/packing_ratio", sum(row.raw_tokens for row in rows) / forwarded, forwarded)
-        for batch in plan.micro_batches:
-            add("batch/row_imbalance", batch.imbalance)
-        for row in rows:
-            add("batch/samples_per_row", row.num_samples)
-            add("batch/row_tokens_mean", row.num_tokens)
-            add("batch/row_tokens_max", row.num_tokens)
-            add("batch/row_fill_frac", row.num_tokens / self._budget)
+    def close(self) -> None:
+        """End the planner. The source does not block any more."""
+        self._planner.close()

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from slipstream.rollout.types import EndOfData, EvalResult, GroupResult
+from slipstream.rollout.types import EndOfData, EvalResult, GroupResult, Observation
 from slipstream.rollout.worker import RolloutWorker
 
 POLL_S = 0.2
@@ -23,17 +23,17 @@ class Inbox:
         self,
         worker: RolloutWorker,
         on_group: Callable[[GroupResult], None] = lambda group: None,
-        while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_group` is called on the receiving thread; `while_waiting` now and then by `take` while it waits."""
+        """`on_group` is called on the receiving thread, before the group can be taken."""
         self._worker = worker
-        self._while_waiting = while_waiting
         self._on_group = on_group
         self._changed = threading.Condition()
         self._groups: deque[GroupResult] = deque()
         self._answers: dict[tuple[str, int], Any] = {}
         self._ended = False
+        self._last_report: list[Observation] = []
         self._closed = False
+        self._taking = self._awaited = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._receive, name="rollout-inbox", daemon=True)
         self._thread.start()
@@ -53,12 +53,15 @@ class Inbox:
             message = self._worker.rollouts.get(timeout=POLL_S)
         except queue.Empty:
             return
+        if isinstance(message, GroupResult):
+            self._on_group(message)
         with self._changed:
             if isinstance(message, GroupResult):
                 self._groups.append(message)
-                self._on_group(message)
+                self._tell_worker()
             elif isinstance(message, EndOfData):
                 self._ended = True
+                self._last_report = message.observations
             elif isinstance(message, EvalResult):
                 self._answers["evaluate", message.request] = message
             else:
@@ -73,24 +76,48 @@ class Inbox:
 
     def take(self) -> GroupResult | None:
         """The next group, or None at the end of the data. Blocks; raises RolloutWorkerError, InboxError."""
-        while True:
+        try:
+            while True:
+                with self._changed:
+                    if self._groups:
+                        return self._groups.popleft()
+                    if self._ended:
+                        return None
+                    if self._closed:
+                        raise InboxError("the inbox is closed")
+                    self._taking = True
+                    self._tell_worker()
+                    self._changed.wait(POLL_S)
+                    if self._groups or self._ended:
+                        continue
+                self._check()
+        finally:
             with self._changed:
-                if self._groups:
-                    return self._groups.popleft()
-                if self._ended:
-                    return None
-                self._worker.trainer_waits.value = 1
-                self._changed.wait(POLL_S)
-                if self._groups:
-                    self._worker.trainer_waits.value = 0
-            self._check()
-            self._while_waiting()
+                self._taking = False
+                self._tell_worker()
+
+    def last_report(self) -> list[Observation]:
+        """What came with the end of the data, once."""
+        with self._changed:
+            found, self._last_report = self._last_report, []
+        return found
 
     def publish(self, allowance_total: int) -> None:
         self._worker.allowance.value = allowance_total
 
+    def step_awaited(self) -> None:
+        with self._changed:
+            self._awaited = True
+            self._tell_worker()
+
     def step_planned(self) -> None:
-        self._worker.trainer_waits.value = 0
+        with self._changed:
+            self._awaited = False
+            self._tell_worker()
+
+    def _tell_worker(self) -> None:
+        """Only a trainer that waits for a group that is not here yet lets one start beyond the bound."""
+        self._worker.trainer_waits.value = int(self._awaited and self._taking and not self._groups)
 
     def answer(self, kind: str, request: int) -> Any:
         """The answer to a command. Blocks; raises RolloutWorkerError, InboxError."""
@@ -109,5 +136,7 @@ class Inbox:
             ) from self._error
 
     def close(self) -> None:
-        self._closed = True
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         self._thread.join(2)

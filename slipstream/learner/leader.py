@@ -32,9 +32,8 @@ def torchrun_command(config: RunConfig, run: RunFolder, attempt: int) -> list[st
     return [
         python,
         "-m",
-        "torch.distributed.run",
+        "slipstream.learner.torchrun",
         "--nnodes=1",
-        "--rdzv-backend=c10d",
         "--rdzv-endpoint=127.0.0.1:0",
         f"--rdzv-id={run.run_id}",
         f"--nproc-per-node={config.learner.processes_per_node}",
@@ -48,7 +47,7 @@ def torchrun_command(config: RunConfig, run: RunFolder, attempt: int) -> list[st
 
 def learner_environment(config: RunConfig) -> dict[str, str]:
     """Environment of the ranks."""
-    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "TOKENIZERS_PARALLELISM": "false"}
     if config.learner.gpus == 0:
         env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     return env

@@ -1,19 +1,21 @@
 """The pipeline of a live run: the server's connection and the rollout process."""
 
-import math
 import os
 import queue
-import sys
 import warnings
+from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.learner.inbox import Inbox
 from slipstream.learner.pipeline import Pipeline, Resumed, starting_point
+from slipstream.learner.replay import RECORDING, Recorder
 from slipstream.learner.sync import PolicySync, wire_dtype
 from slipstream.process import new_incarnation
+from slipstream.rollout.machinery import RECENT_GROUPS
 from slipstream.rollout.setup import LoopSetup, Position
 from slipstream.rollout.types import GroupResult
-from slipstream.rollout.worker import RolloutWorker
+from slipstream.rollout.worker import RolloutWorker, dump_for_child
 from slipstream.run_folder import RunFolder
 from slipstream.serving.control import ServerControl
 from slipstream.serving.probe import Capabilities, check, probe
@@ -32,6 +34,9 @@ class LivePipeline(Pipeline):
 
     def __init__(self, trainer: "AsyncGRPOTrainer", end: int | None, resumed: Resumed | None) -> None:
         """`end`: prompt number at which the data ends, or None. Raises ServerNotUsable, ServerError, NotPicklable."""
+        for function in trainer.reward_funcs:  # before the server is waited for
+            dump_for_child("reward_funcs", function)
+        dump_for_child("loop_cls", trainer.loop_cls)
         config = trainer.args
         self.run_id = RunFolder(config.run_dir).run_id if config.run_dir else f"script-{new_incarnation()}"
         self._control = ServerControl(
@@ -41,6 +46,8 @@ class LivePipeline(Pipeline):
         self._control.wait_healthy(config.vllm_server_timeout)
         self.capabilities = probe(self._control)
         max_model_len = self._check_server(config)
+        budget = config.token_budget or max_model_len
+        self._recorder = Recorder(recording_path(config), budget) if config.record_samples else None
         self.worker = RolloutWorker(
             trainer.loop_cls,
             {
@@ -54,10 +61,13 @@ class LivePipeline(Pipeline):
             self._setup(trainer, end, resumed, max_model_len),
             config.rollout_worker_timeout,
         )
+        self.worker.version.value = resumed[0].model_version if resumed else 0  # what staleness counts from
         self.worker.start()
-        self._inbox = Inbox(self.worker, self._group_arrived, trainer.speak_if_silent)
+        known = resumed[0].group_tokens if resumed else None
+        self._sizes: deque[float] = deque([] if known is None else [known], maxlen=RECENT_GROUPS)
+        self._inbox = Inbox(self.worker, self._group_arrived)
         self._state_requests = 0
-        super().__init__(trainer, self._inbox, config.token_budget or max_model_len, resumed)
+        super().__init__(trainer, self._inbox, budget, resumed)
 
     def _check_server(self, config: Any) -> int:
         problems = check(
@@ -77,8 +87,6 @@ class LivePipeline(Pipeline):
         self, trainer: "AsyncGRPOTrainer", end: int | None, resumed: Resumed | None, max_model_len: int
     ) -> LoopSetup:
         position, remainder = starting_point(resumed)
-        config = trainer.args
-        streamed = trainer.num_prompts is None and config.max_steps == sys.maxsize
         shuffle, seed = trainer._order
         return LoopSetup(
             run_id=self.run_id,
@@ -90,21 +98,27 @@ class LivePipeline(Pipeline):
             # what rank 0 still holds is neither settled nor to be generated again
             position=Position(position.first_unsettled, position.settled_beyond | {s.number for s in remainder}),
             end=end,
-            epochs=math.ceil(config.num_train_epochs) if streamed else None,
+            epochs=trainer.duration.epochs,
+            first_epoch=resumed[0].epoch if resumed and trainer.num_prompts is None else 0,
             shuffle=shuffle,
             seed=seed,
             eval_dataset=trainer.eval_dataset,
             loop_state=resumed[0].loop_state if resumed else None,
             kv_cache_tokens=self.capabilities.kv_cache_tokens,
+            group_tokens=resumed[0].group_tokens if resumed else None,
         )
 
     def _group_arrived(self, group: GroupResult) -> None:
         trainer = self._trainer
         trainer.reporter.advance()
+        if self._recorder is not None:
+            self._recorder(group)
+        if group.size:
+            self._sizes.append(group.size)
         if group.table:
             shown = trainer.args.num_completions_to_print
             trainer.reporter.completions(trainer.state.global_step, group.table[:shown])
-            trainer.completions += group.table
+            trainer.completions.extend(group.table)
 
     def make_sync(self, version: int) -> PolicySync:
         config = self._trainer.args
@@ -127,7 +141,8 @@ class LivePipeline(Pipeline):
             try:
                 self._trainer._window.add_all(self.worker.metrics.get_nowait())
             except queue.Empty:
-                return
+                break
+        self._trainer._window.add_all(self._inbox.last_report())
 
     def evaluate(self, request: int) -> dict[str, float]:
         self.worker.commands.put(("evaluate", request))
@@ -138,10 +153,21 @@ class LivePipeline(Pipeline):
         self.worker.commands.put(("state", self._state_requests))
         return self._inbox.answer("state", self._state_requests)
 
+    def group_tokens(self) -> float | None:
+        sizes = list(self._sizes)
+        return sum(sizes) / len(sizes) if sizes else None
+
     def close(self) -> None:
         self.worker.stop()
         self._inbox.close()
+        super().close()
         self._control.close()
+
+
+def recording_path(config: Any) -> Path:
+    """Where an attempt's samples are recorded: among the run's records; outside a run, in the output_dir."""
+    folder = RunFolder(config.run_dir).records(config.attempt) if config.run_dir else Path(config.output_dir)
+    return folder / RECORDING
 
 
 def candidate_problems(capabilities: Capabilities, config: Any) -> list[str]:

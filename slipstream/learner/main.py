@@ -16,6 +16,7 @@ from slipstream.learner.leader import read_config
 from slipstream.process import Heartbeat, die_with_parent, new_incarnation
 from slipstream.run_config import RunConfig, TrainerSection
 from slipstream.run_folder import RunFolder, read_json
+from slipstream.tracking import PROJECT, environment_of
 
 # fields of the trainer section that AsyncGRPOConfig does not take under the same name
 _OWN = {"bf16", "eval_steps"}
@@ -59,6 +60,10 @@ def trainer_arguments(
         vllm_server_base_url=endpoint["url"],
         vllm_server_token_file=str(run.token_file) if endpoint.get("authenticated") else None,
     )
+    if section.report_to:
+        arguments["run_name"] = run.run_id
+    if "trackio" in section.report_to:
+        arguments["project"] = PROJECT
     return arguments
 
 
@@ -139,6 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     main_rank = os.environ.get("RANK", "0") == "0"
     from slipstream.learner.reporter import Reporter
 
+    if config.trainer.report_to:
+        run.trackers.mkdir(mode=0o700, exist_ok=True)
+        for name, value in environment_of(run.trackers, run.run_id).items():
+            os.environ.setdefault(name, value)
     heartbeat = None
     if main_rank:
         heartbeat = Heartbeat(run, "learner", arguments.attempt, new_incarnation()).start()

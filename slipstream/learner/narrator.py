@@ -25,6 +25,7 @@ class Narrator:
         self._limits = limits
         self._history: deque[dict[str, float]] = deque(maxlen=HISTORY)
         self._said: dict[str, str] = {}
+        self._rollouts: dict[str, float] = {}
 
     def window(self, values: dict[str, float], waited_s: float | None = None) -> dict[str, str]:
         """Take in a window; `verdict` and `saturation` in words, as far as it tells them.
@@ -32,9 +33,11 @@ class Narrator:
         `waited_s`: for a window without a step, how long training has waited by now.
         """
         self._history.append(dict(values))
-        shown = values
+        # the rollout process reports every other second: in a shorter window what it said last still holds
+        self._rollouts |= {name: value for name, value in values.items() if name.startswith("rollout/")}
+        shown = {**self._rollouts, **values}
         if waited_s is not None:
-            shown = {**values, "perf/rollout_wait_s": waited_s, "perf/step_s": waited_s}
+            shown |= {"perf/rollout_wait_s": waited_s, "perf/step_s": waited_s}
         found = verdict(shown, self._limits)
         texts: dict[str, str] = {}
         if found is not None:

@@ -28,9 +28,10 @@ def row_observations(row: Row, terms: TokenTerms, entropy: torch.Tensor, setting
     if settings.score_centering:
         found.append(("sampling/sampler_mass", stats.sampler_mass.mean().item(), count))
     owner = torch.from_numpy(row.sample).long()
-    sizes = torch.bincount(owner, minlength=row.num_samples).clamp_min(1)
+    sizes = torch.bincount(owner, minlength=row.num_samples)
+    owns = sizes > 0  # a sample without a trained token has no share
     for side, clipped in (("low", stats.clipped_low.cpu()), ("high", stats.clipped_high.cpu())):
-        share = torch.bincount(owner, weights=clipped.double(), minlength=row.num_samples) / sizes
+        share = torch.bincount(owner, weights=clipped.double(), minlength=row.num_samples)[owns] / sizes[owns]
         extreme, value = ("min", share.min()) if side == "low" else ("max", share.max())
         found.append((f"clip_ratio/{side}_mean", clipped.float().mean().item(), count))
         found.append((f"clip_ratio/{side}_{extreme}", value.item(), 1))

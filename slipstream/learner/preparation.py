@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.packing.attention import use_tree_attention
 
+_AS_FUNCTION = "serve a reward model on its own, and pass a function that asks it over HTTP"
+
 
 def as_dict(value: Any) -> dict[str, Any]:
     """`value`, or nothing where it is no dictionary."""
@@ -23,13 +25,34 @@ def check_dataset(dataset: Any) -> None:
     columns = getattr(dataset, "column_names", None)
     if columns is not None and "prompt" not in columns:
         raise ValueError(f"train_dataset has no 'prompt' column, only {', '.join(columns)}")
-    row: dict[str, Any] = next(iter(dataset), {})
-    first = row.get("prompt")
+    row = next(iter(dataset), None)
+    if row is None:
+        raise ValueError("train_dataset is empty: it is iterable, and gave no row")
+    first = row.get("prompt") if isinstance(row, dict) else row
     if not (isinstance(first, list) and first and isinstance(first[0], dict) and {"role", "content"} <= set(first[0])):
         raise ValueError(
             f"train_dataset: 'prompt' must be a list of messages with role and content, not {first!r:.200}; for plain "
             'text use [{"role": "user", "content": text}]'
         )
+    if images := {"image", "images"} & set(row):
+        raise ValueError(f"train_dataset: images are not supported, and it has the column {min(images)!r}: remove it")
+    if any(isinstance(message.get("content"), list) for message in first):
+        raise ValueError(
+            "train_dataset: a message of 'prompt' has a list as its content; images are not supported: write its text as one "
+            "string"
+        )
+
+
+def check_evaluation(dataset: Any, args: Any) -> None:
+    """Raise ValueError where evaluations are asked for, but there is nothing to evaluate on."""
+    if dataset is not None:
+        return
+    if args.eval_strategy != "no":
+        raise ValueError(
+            f'eval_strategy = {args.eval_strategy.value!r}: there is no eval_dataset; pass one, or set eval_strategy="no"'
+        )
+    if args.eval_on_start:
+        raise ValueError("eval_on_start = True: there is no eval_dataset; pass one, or set eval_on_start=False")
 
 
 def check_rewards(functions: list[Any]) -> None:
@@ -37,8 +60,10 @@ def check_rewards(functions: list[Any]) -> None:
     if not functions:
         raise ValueError("reward_funcs is missing: pass one function or a list of them")
     for function in functions:
+        if isinstance(function, torch.nn.Module):
+            raise ValueError(f"reward_funcs: {type(function).__name__} is a model; {_AS_FUNCTION}")
         if not callable(function):
-            raise ValueError(f"reward_funcs: {function!r} is not callable; a reward model must be behind a function")
+            raise ValueError(f"reward_funcs: {function!r} is not callable; {_AS_FUNCTION}")
 
 
 def load_model(model: str | PreTrainedModel, args: Any) -> tuple[PreTrainedModel, str]:

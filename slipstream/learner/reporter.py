@@ -1,4 +1,4 @@
-"""What a learner writes about itself into the run folder; outside a run: nothing."""
+"""What a learner writes about itself into the run folder; outside a run: its metrics."""
 
 import json
 import time
@@ -10,16 +10,25 @@ from slipstream.run_folder import RunFolder, append_jsonl, write_json
 
 
 class Reporter:
-    """Records of one attempt, written by rank 0. Without a run folder every call does nothing."""
+    """Records of one attempt, written by rank 0. Without a run folder only metrics are written, and into `folder` where
+    that is given."""
 
-    def __init__(self, run: RunFolder | None = None, attempt: int = 1, heartbeat: Heartbeat | None = None) -> None:
+    def __init__(
+        self,
+        run: RunFolder | None = None,
+        attempt: int = 1,
+        heartbeat: Heartbeat | None = None,
+        *,
+        folder: Path | None = None,
+    ) -> None:
         self._records: Path | None = None
+        self._folder = folder
         self._run = run
         self._attempt = attempt
         self._heartbeat = heartbeat
         self._progress = 0
         if run is not None:
-            self._records = run.records(attempt)
+            self._folder = self._records = run.records(attempt)
             self._records.mkdir(parents=True, exist_ok=True)
 
     def phase(self, name: str, **values: Any) -> None:
@@ -34,9 +43,9 @@ class Reporter:
 
     def metrics(self, step: int, values: dict[str, float], texts: dict[str, str] | None = None) -> None:
         """One window: metrics, and what they mean in words."""
-        if self._records is not None:
+        if self._folder is not None:
             line = {"step": step, "time": time.time(), **values, **(texts or {})}
-            append_jsonl(self._records / "metrics.jsonl", line)
+            append_jsonl(self._folder / "metrics.jsonl", line)
 
     def ledger(self, line: dict[str, Any]) -> None:
         if self._records is not None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from slipstream.learner.feed import StepPlan
+from slipstream.learner.plan import StepPlan
 from slipstream.metrics.flops import FlopCount, peak_flops
 from slipstream.rollout.types import Observation
 
@@ -34,16 +34,14 @@ class SpeedMeter:
 
         `passes_s`: seconds of its forward and backward passes; `step_s`: of the whole step.
         """
-        rows = [row for batch in plan.micro_batches for row in batch.rows]
-        forwarded, trained = sum(row.num_tokens for row in rows), sum(row.num_terms for row in rows)
+        forwarded, trained = plan.num_forwarded, plan.num_trained
         found: list[Observation] = [
             ("perf/fwd_bwd_forwarded_tokens_per_s", forwarded / passes_s, passes_s),
             ("perf/wall_clock_forwarded_tokens_per_s", forwarded / step_s, step_s),
             ("perf/wall_clock_trained_tokens_per_s", trained / step_s, step_s),
         ]
         if self._flops is not None and self._peak is not None:
-            pairs = sum(int(row.position_ids.sum()) + row.num_tokens for row in rows)
-            share = self._flops.step(forwarded, trained, pairs) / self._peak
+            share = self._flops.step(forwarded, trained, plan.attention_pairs) / self._peak
             found += [
                 ("perf/fwd_bwd_mfu", share / passes_s, passes_s),
                 ("perf/wall_clock_mfu", share / step_s, step_s),

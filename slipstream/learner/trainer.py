@@ -1,9 +1,6 @@
 """`AsyncGRPOTrainer`: transformers' `Trainer`, fed by a live queue of rollouts."""
 
 import contextlib
-import math
-import shutil
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.memory import clear_device_cache
 from transformers import AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback
 
 from slipstream.algorithm.loss import LossSettings, token_loss
@@ -19,57 +17,41 @@ from slipstream.config import AsyncGRPOConfig
 from slipstream.data import fingerprint
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.adapter import add_adapter, check_adapter
-from slipstream.learner.completions import print_completions
-from slipstream.learner.feed import PlannedMicroBatch, StepPlan
+from slipstream.learner.duration import Duration, num_prompts, plan_duration, realign
 from slipstream.learner.forward import to_tensors, token_terms
+from slipstream.learner.handover import Handover
+from slipstream.learner.hooks import Hooks, Steps
 from slipstream.learner.live import LivePipeline
-from slipstream.learner.narrator import Narrator, known_without_a_step
+from slipstream.learner.narrator import Narrator
 from slipstream.learner.observe import row_observations
 from slipstream.learner.pipeline import Pipeline
-from slipstream.learner.preparation import as_dict, check_dataset, check_rewards, eos_ids, load_model, warn_dropout
+from slipstream.learner.plan import Share, StepPlan
+from slipstream.learner.preparation import (
+    as_dict,
+    check_dataset,
+    check_evaluation,
+    check_rewards,
+    eos_ids,
+    load_model,
+    warn_dropout,
+)
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.router_loss import router_loss
+from slipstream.learner.saving import Saving, read_window
 from slipstream.learner.speed import SpeedMeter, device_peak, synchronize
 from slipstream.learner.sync import PolicySync
+from slipstream.learner.trackers import track
+from slipstream.learner.window_log import WindowLog
 from slipstream.metrics.verdict import Limits
 from slipstream.metrics.window import Window
-from slipstream.packing.trie import pack
 from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.main_module import stop_here_in_rollout_process
 from slipstream.rollout.scoring import unique_names
 
-SPEAK_AFTER_S = 60.0
 WAIT_FOR_ROLLOUTS = timedelta(days=7)  # rank 0 watches the rollout process; the other ranks only wait for rank 0
 
 
-class _Hooks(TrainerCallback):
-    """Where the transformers loop calls back."""
-
-    def __init__(self, trainer: "AsyncGRPOTrainer") -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._trainer._start_pipeline()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._trainer._optimizer_begun = time.monotonic()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._trainer._finish_step()
-
-
-class _Steps:
-    """The "data loader": asks the trainer for one micro-batch after the other, and for no more than a step needs."""
-
-    def __init__(self, trainer: "AsyncGRPOTrainer") -> None:
-        self._trainer = trainer
-
-    def __iter__(self) -> Any:
-        while (step := self._trainer._next_step()) is not None:
-            yield from step
-
-
-class AsyncGRPOTrainer(Trainer):
+class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
     """Trains with asynchronous GRPO: a vLLM server generates while this process trains.
 
     Args:
@@ -80,15 +62,15 @@ class AsyncGRPOTrainer(Trainer):
         processing_class: the tokenizer; None loads the model's.
         peft_config: a LoRA configuration: its adapter is trained, and delivered merged with the base weights.
         eval_dataset: held-out rows for `evaluate`.
-        reporter: where records go; None outside a run.
+        reporter: where records go; None outside a run: metrics.jsonl then lies in `output_dir`.
 
     Raises:
         ValueError, TypeError: what cannot work, naming the argument and the way out.
     """
 
     loop_cls: type[AsyncRolloutLoop] = AsyncRolloutLoop
-    speak_after_s: float = SPEAK_AFTER_S
     args: AsyncGRPOConfig
+    duration: Duration
     model: Any
     processing_class: Any
     train_dataset: Any
@@ -113,8 +95,11 @@ class AsyncGRPOTrainer(Trainer):
     ) -> None:
         stop_here_in_rollout_process()
         args = args if args is not None else AsyncGRPOConfig()
-        self.reward_funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
+        alone = callable(reward_funcs) or isinstance(reward_funcs, str)
+        self.reward_funcs: list[Any] = [reward_funcs] if alone else list(reward_funcs or [])  # type: ignore[arg-type]
         check_dataset(train_dataset)
+        check_evaluation(eval_dataset, args)
+        planned = plan_duration(args.max_steps, args.num_train_epochs, num_prompts(train_dataset))
         check_rewards(self.reward_funcs)
         if peft_config is not None:
             check_adapter(peft_config)
@@ -147,26 +132,35 @@ class AsyncGRPOTrainer(Trainer):
         self._ended = False
         self._narrator = Narrator(Limits(args.max_staleness, args.max_concurrent_rollouts, args.num_generations))
         self._last_sign = time.monotonic()
-        self.completions: list[dict[str, Any]] = []  # since the last log
+        self.completions = []
         self._optimizer_begun = self._step_begun = time.monotonic()
         self._forward_s = self._forward_backward_s = 0.0
         self.evaluations: list[dict[str, float]] = []
-        super().__init__(
-            model=loaded,
-            args=args,
-            data_collator=_identity,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
-        self.add_callback(_Hooks(self))
+        # transformers refuses an iterable dataset without max_steps
+        max_steps, args.max_steps = args.max_steps, planned.max_steps
+        try:
+            super().__init__(
+                model=loaded,
+                args=args,
+                data_collator=_identity,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+            )
+        finally:
+            args.max_steps = max_steps
+        self._trackers = track(self.callback_handler.callbacks, list(args.report_to or ()), self._tracker_failed)
+        if reporter is None and self._is_main:
+            self.reporter = Reporter(folder=Path(str(args.output_dir)))
+        self.add_callback(Hooks(self))
         self.model.config.use_cache = False
         warn_dropout(self.model)
         self._objects = (
             dist.new_group(backend="gloo", timeout=WAIT_FOR_ROLLOUTS) if self.accelerator.num_processes > 1 else None
         )
+        self._handover = Handover(self._objects)
         self._router = router_loss(self.model, args.router_aux_loss_coef)
         peak, ranks = device_peak(args, self.model.dtype), self.accelerator.num_processes
         self._speed = SpeedMeter(self.model.config, peft_config is None, peak, ranks)
@@ -188,9 +182,12 @@ class AsyncGRPOTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; with `resume_from_checkpoint` (a path, or True for the newest complete one) continue.
 
-        Raises CheckpointError on an incomplete checkpoint or one of another dataset, RolloutWorkerError, TransferError.
+        Raises CheckpointError on an incomplete checkpoint or one of another dataset, NothingTrained, RolloutWorkerError,
+        TransferError, and ValueError on a `num_train_epochs` without meaning.
         """
         config = self.args
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = config.resume_from_checkpoint
         if resume_from_checkpoint is True:
             found = ckpt.complete_checkpoints(Path(str(config.output_dir)))
             if not found:
@@ -199,23 +196,28 @@ class AsyncGRPOTrainer(Trainer):
         self._resumed = self._read_state(Path(resume_from_checkpoint)) if resume_from_checkpoint else None
         self._saved_step = self._resumed[0].step if self._resumed else -1  # never written over, should no step follow
         epoch_based = config.max_steps <= 0
-        length = self.num_prompts
-        end = math.ceil(config.num_train_epochs * length) if epoch_based and length is not None else None
-        if epoch_based:  # the number of steps is not known; every step settles at least one sample
-            config.max_steps = sys.maxsize if end is None else max(1, end) * config.num_generations
+        self.duration = plan_duration(config.max_steps, config.num_train_epochs, self.num_prompts)
+        config.max_steps = self.duration.max_steps
         self._ended = False
         try:
             if self._is_main:
-                self._pipeline = self.make_pipeline(end, self._resumed)
+                self._pipeline = self.make_pipeline(self.duration.end, self._resumed)
+                if self._resumed:  # what its steps since the last log have measured
+                    self._window.merge(read_window(self._resumed[1]))
             output = super().train(resume_from_checkpoint or None, *args, **kwargs)
+            if self._pipeline is not None and self._ended:
+                self._pipeline.ledger.data_ended()
             self._save_last()
-            if self.eval_dataset is not None and config.eval_strategy == "no":
-                self.evaluate()
+            evaluated = self.evaluations[-1]["step"] if self.evaluations else -1
+            if self.eval_dataset is not None and evaluated != self.state.global_step:
+                self.evaluate()  # the end of the data comes unannounced
             self.reporter.phase("finished", step=self.state.global_step)
             return output
         finally:
             if epoch_based:
                 config.max_steps = -1
+            for tracker in self._trackers:
+                tracker.finish()
             self._close_pipeline()
 
     def make_pipeline(self, end: int | None, resumed: tuple[ckpt.RolloutState, Path] | None) -> Pipeline:
@@ -223,21 +225,9 @@ class AsyncGRPOTrainer(Trainer):
         return LivePipeline(self, end, resumed)
 
     @property
-    def _is_main(self) -> bool:
-        return self.accelerator.process_index == 0
-
-    def _read_state(self, path: Path) -> tuple[ckpt.RolloutState, Path]:
-        if self._is_main:
-            ckpt.verify(path)
-        state = ckpt.RolloutState.read(path)
-        shuffle, seed = self._order
-        state.check_same_data(self.data_fingerprint, self.num_prompts, shuffle, seed)
-        return state, path
-
-    @property
     def num_prompts(self) -> int | None:
         """Prompts in the training data; None for an iterable dataset."""
-        return len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+        return num_prompts(self.train_dataset)
 
     @property
     def data_fingerprint(self) -> str:
@@ -253,12 +243,14 @@ class AsyncGRPOTrainer(Trainer):
     def _start_pipeline(self) -> None:
         """The model is loaded, prepared and (on resume) restored: deliver it, then let generation begin."""
         version = self._resumed[0].model_version if self._resumed else 0
+        if self._resumed is not None:
+            realign(self.lr_scheduler, self.optimizer)
         if self._pipeline is not None:
             self._sync = self._pipeline.make_sync(version)
             self._pipeline.start(version, self.state.global_step)
         else:
             self._sync = PolicySync(None, "", self.args.attempt, None, version)
-        self.reporter.phase("delivering weights", step=self.state.global_step, max_steps=self.args.max_steps)
+        self.reporter.phase("delivering weights", step=self.state.global_step, max_steps=self.duration.known_steps)
         self._sync.connect()
         self._sync.deliver(self.accelerator.unwrap_model(self.model_wrapped))
         if self._pipeline is not None:
@@ -268,47 +260,29 @@ class AsyncGRPOTrainer(Trainer):
         self._step_begun = self._last_sign = time.monotonic()
 
     def get_train_dataloader(self) -> Any:
-        return _Steps(self)
+        return Steps(self)
 
-    def _next_step(self) -> list[dict[str, Any]] | None:
-        """This rank's micro-batches of the next optimizer step; None when the run is over. Blocks until they are there.
-
-        There are always `gradient_accumulation_steps` of them: a last, shorter step is filled up with rows without loss
-        terms, and `num_micro_batches` says how many count.
-        """
-        if self._ended or self.state.global_step >= self.args.max_steps:
+    def _next_step(self) -> Share | None:
+        """This rank's micro-batches of the next optimizer step; None when the run is over. Blocks until they are there."""
+        step = self.state.global_step
+        if self._ended or step >= self.args.max_steps:
             return None
-        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
-        shares: list[Any] = [None] * ranks
-        if self._pipeline is not None:
-            self.reporter.phase("waiting for rollouts", step=self.state.global_step)
-            self._plan = self._pipeline.feed.next_step(self._sync.version)
-            self.reporter.phase("training", step=self.state.global_step)
-            if self._plan is not None:
-                shares = [self._share(self._plan.micro_batches, r) for r in range(ranks)]
-        mine = [None]
-        if self._objects is None:
-            mine = shares
+        if self._pipeline is None:
+            share = self._handover.receive()
         else:
-            dist.scatter_object_list(mine, shares if rank == 0 else None, src=0, group=self._objects)
-        if mine[0] is None:
-            self._ended = True
-            return None
+            self.reporter.phase("waiting for rollouts", step=step)
+            another = step + 1 < self.args.max_steps
+            following = self._sync.version + self._syncs_after(step + 1) if another else None
+            self._plan = self._pipeline.feed.next_step(self._sync.version, following)
+            self.reporter.phase("training", step=step)
+            share = self._handover.send(self._plan)
+        self._ended = share is None
         self._forward_s = self._forward_backward_s = 0.0
-        return mine[0]
+        return share
 
-    def _share(self, batches: list[PlannedMicroBatch], rank: int) -> list[dict[str, Any]]:
-        counted = [
-            {
-                "row": b.rows[rank],
-                "num_tokens": b.num_tokens,
-                "num_rows": sum(row.num_samples > 0 for row in b.rows),
-                "num_micro_batches": len(batches),
-            }
-            for b in batches
-        ]
-        filler = {"row": pack([]), "num_tokens": 1, "num_rows": 1, "num_micro_batches": len(batches)}
-        return counted + [filler] * (self.args.gradient_accumulation_steps - len(batches))
+    def _syncs_after(self, step: int) -> bool:
+        """Whether the policy is delivered at the end of this optimizer step, counted from 1."""
+        return step % self.args.weight_sync_steps == 0
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
         batches: list[Any] = []
@@ -330,10 +304,16 @@ class AsyncGRPOTrainer(Trainer):
             loss = self.compute_loss(model, inputs)
         synchronize(self.args.device)
         self._forward_s += time.monotonic() - begun
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         self.accelerator.backward(loss)
         synchronize(self.args.device)
         self._forward_backward_s += time.monotonic() - begun
         return loss.detach()
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Counted from the step's plan: what a rank gets does not say what the others forward."""
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -365,10 +345,8 @@ class AsyncGRPOTrainer(Trainer):
         if self._pipeline is not None and self._plan is not None:
             self._pipeline.feed.step_finished(self._plan)
             # kept in the trainer's state, so that a resumed run counts on
-            self.state.num_input_tokens_seen += sum(
-                row.num_tokens for batch in self._plan.micro_batches for row in batch.rows
-            )
-        if self.state.global_step % self.args.weight_sync_steps == 0:
+            self.state.num_input_tokens_seen += self._plan.num_forwarded
+        if self._syncs_after(self.state.global_step):
             begun = time.monotonic()
             self.reporter.phase("delivering weights", step=self.state.global_step)
             if self.accelerator.num_processes > 1:
@@ -388,66 +366,9 @@ class AsyncGRPOTrainer(Trainer):
         if self._plan is not None:
             self._window.add_all(self._speed.observe(self._plan, self._forward_backward_s, seconds))
         self._step_begun = self._last_sign = now
-        self.reporter.advance(step=self.state.global_step, max_steps=self.args.max_steps)
+        self.reporter.advance(step=self.state.global_step, max_steps=self.duration.known_steps)
 
-    # ---- logging, evaluation
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        window = "loss" in logs
-        if window:
-            logs.update(self._reduce_window())
-        if self._pipeline is not None:
-            if self.num_prompts is not None:
-                self.state.epoch = self._pipeline.ledger.settled / self.num_prompts
-            if window:
-                logs["num_tokens"] = self.state.num_input_tokens_seen
-        super().log(logs, start_time)
-        if self._is_main and not any(key.startswith("train_") for key in logs):
-            values = {k: v for k, v in logs.items() if isinstance(v, (int, float))}
-            texts = self._narrator.window(values) if window else {}
-            self.reporter.metrics(self.state.global_step, values, texts)
-            self._print_completions()
-
-    def speak_if_silent(self) -> None:
-        """On rank 0, while it waits for samples: log what is known without a step once there was none for a minute."""
-        now = time.monotonic()
-        since = None if self._pipeline is None else self._pipeline.feed.waiting_since
-        if self._pipeline is None or since is None or now - max(self._last_sign, since) < self.speak_after_s:
-            return
-        self._last_sign = now
-        self._pipeline.drain_metrics()
-        values = self._window.reduce(known_without_a_step)
-        if self.num_prompts is not None:
-            self.state.epoch = self._pipeline.ledger.settled / self.num_prompts
-        super().log(values)
-        texts = self._narrator.window(values, now - since)
-        self.reporter.metrics(self.state.global_step, values, texts)
-        self._print_completions()
-
-    @property
-    def diagnosis(self) -> str:
-        """What the rewards seen so far say, in words."""
-        return self._narrator.diagnosis(self._window.peek())
-
-    def _print_completions(self) -> None:
-        rows, self.completions = self.completions, []
-        if self.args.log_completions:
-            print_completions(rows, self.state.global_step, self.args.num_completions_to_print)
-
-    def _reduce_window(self) -> dict[str, float]:
-        """The window over all ranks; the same on each."""
-        if self._pipeline is not None:
-            self._pipeline.drain_metrics()
-        state = self._window.state()
-        self._window.reduce()
-        states: list[Any] = [state]
-        if self._objects is not None:
-            states = [None] * self.accelerator.num_processes
-            dist.all_gather_object(states, state, group=self._objects)
-        merged = Window()
-        for part in states:
-            merged.merge(part)
-        return merged.reduce()
+    # ---- evaluation
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Mean reward of one rollout per held-out prompt with the policy on the server; logged as `eval/*`.
@@ -468,45 +389,8 @@ class AsyncGRPOTrainer(Trainer):
         metrics = {f"eval_{name}": value for name, value in box[0].items()}
         self.log({f"eval/{name}": value for name, value in box[0].items()})
         self.evaluations.append({"step": self.state.global_step, **box[0]})
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    # ---- checkpoints
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint that is complete, with its marker last, or not there at all."""
-        path = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        self.reporter.phase("saving", step=self.state.global_step)
-        if self._is_main and path.exists():
-            shutil.rmtree(path)
-        self.accelerator.wait_for_everyone()
-        limit, self.args.save_total_limit = self.args.save_total_limit, None  # nothing older goes before this is sealed
-        try:
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self._pipeline is not None:
-                self._pipeline.write_state(path, self.state.global_step, self._sync.version)
-                ckpt.seal(path)
-                ckpt.rotate(path.parent, limit)
-        except Exception as error:
-            if not ckpt.is_write_failure(error):
-                raise
-            if self._is_main:
-                shutil.rmtree(path, ignore_errors=True)
-            raise ckpt.CheckpointError(
-                f"the checkpoint of step {self.state.global_step} could not be written to {path}: {error}; the one before "
-                "it is untouched: make room, then resume"
-            ) from error
-        finally:
-            self.args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()
-        self._saved_step = self.state.global_step
-
-    _saved_step = -1
-
-    def _save_last(self) -> None:
-        """The end of the data comes unannounced: save the last step where the schedule did not."""
-        if self.args.save_strategy != "no" and self.state.global_step not in (0, self._saved_step):
-            self._save_checkpoint(self.model_wrapped, None)
 
     @property
     def reward_names(self) -> list[str]:

@@ -9,8 +9,9 @@ Made from the registry (`python -m slipstream.metrics.reference`); a test compar
 Metrics are logged once per window: everything since the last log, which is the last `logging_steps` steps. They go to
 `metrics.jsonl` of the run's records, and to the integrations that `report_to` names. How a window is reduced follows
 from the last part of a name: with the word `count` observations are **sum**med (since the last log, not since the start),
-`max` and `min` keep the extreme, a **rate** is the total by the total time, anything else is the **mean** over what was
-observed (rollouts, samples, steps, calls). **latest** is the value at the time of the log.
+`max` and `min` keep the extreme, a **rate** is the total by the total time, anything else is the **mean** over what the
+table says, over all processes. **latest** is the value at the time of the log. A window ends with each `logging_steps`th
+step, and with the last step of a run; a checkpoint keeps the window that is open.
 
 Two texts stand beside them in `metrics.jsonl`: `verdict` says which side of the pipeline holds the other up, and
 `saturation` what the rewards of the groups say. A run that takes no step for a minute writes a line with what is known
@@ -38,6 +39,10 @@ def _meaning(metric: Metric) -> str:
     return " ".join(parts).replace("|", "\\|")
 
 
+def _reduction(metric: Metric) -> str:
+    return f"mean over {metric.over}" if metric.reduction == "mean" else metric.reduction
+
+
 def reference() -> str:
     """The whole page, as Markdown."""
     lines = [HEAD]
@@ -45,7 +50,7 @@ def reference() -> str:
         lines += [f"## {section.title}", "", "| metric | unit | over a window | meaning |", "| --- | --- | --- | --- |"]
         for metric in section.metrics:
             name = f"`{metric.name}`" + (" ▪" if metric.own else "")
-            lines.append(f"| {name} | {metric.unit} | {metric.reduction} | {_meaning(metric)} |")
+            lines.append(f"| {name} | {metric.unit} | {_reduction(metric)} | {_meaning(metric)} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

@@ -18,7 +18,7 @@ LOW_CACHE = 0.6
 # Most groups teach nothing.
 HIGH_ZERO_STD = 0.5
 # Near an end of the reward's range; the rest is the middle.
-BOTTOM, TOP = 0.25, 0.75
+BOTTOM, MIDDLE, TOP = 0.25, 0.5, 0.75
 # A change over the history, as a share of the range: smaller ones are noise of a few groups.
 CHANGE = 0.1
 # Windows that are needed on either side to speak of a change, and the most that "now" is averaged over.
@@ -110,14 +110,23 @@ def verdict(window: Window, limits: Limits) -> Verdict | None:
     return Verdict("balanced", f"{trains}, {generates}.", "")
 
 
+_DROPPED = (
+    ("stale", "samples were too old when they arrived and were dropped: raise max_staleness."),
+    ("oversize", "samples did not fit into a row and were dropped: raise token_budget or lower max_completion_length."),
+    ("failed", "rollouts failed to be generated: see the rollout process's log and rollout/vllm_retry_count."),
+)
+
+
 def _what_holds_generation(window: Window, limits: Limits) -> str:
     """The knob that makes more samples arrive."""
     dropped = window.get("frac_reward_zero_std", 0.0)
     if dropped >= HIGH_ZERO_STD:
         return f"{dropped:.0%} of the groups are dropped because their rewards have no spread: see the saturation diagnosis."
-    stale, trained = window.get("sample/dropped_stale_count", 0.0), window.get("batch/samples_per_step", 0.0)
-    if stale > trained:
-        return f"{stale:.0f} samples were too old when they arrived and were dropped: raise max_staleness."
+    trained = window.get("batch/samples_per_step", 0.0)
+    for name, advice in _DROPPED:
+        count = window.get(f"sample/dropped_{name}_count", 0.0)
+        if count > trained:
+            return f"{count:.0f} {advice}"
     if window.get("rollout/score_queue_size", 0.0) >= 1 or window.get("rollout/score_block_s", 0.0) >= 1:
         return "Groups wait to be scored (rollout/score_queue_size): make the reward functions faster or async."
     flying, cap = window.get("rollout/concurrency"), window.get("rollout/concurrency_cap")
@@ -183,7 +192,7 @@ def saturation(windows: Sequence[Window], reward_range: tuple[float, float] | No
             f"{seen}: the prompts have become too easy for the policy.",
             "Stop the run, or go on with harder prompts.",
         )
-    if stuck <= BOTTOM and rising < CHANGE:
+    if stuck <= BOTTOM and rising < CHANGE and (level - low) / span <= MIDDLE:
         clipped = _series(windows, "completions/clipped_ratio")
         cut = _now(clipped) if clipped else 0.0
         if cut >= CLIPPED:

@@ -7,13 +7,14 @@ closes.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.packing.prefix_index import Gap, PrefixIndex
 from slipstream.packing.sample import Sample
-from slipstream.packing.trie import SortedSequences, attention_pairs, sort_sequences
+from slipstream.packing.trie import Row, SortedSequences, attention_pairs, pack, sort_sequences
 
 
 class MicroBatch:
@@ -28,6 +29,7 @@ class MicroBatch:
     def __init__(self, ranks: int, token_budget: int) -> None:
         self._budget = token_budget
         self._index = PrefixIndex(ranks)
+        self._sorted: list[SortedSequences] | None = None  # of each row, once the micro-batch is closed
         self.rows: list[list[Sample]] = [[] for _ in range(ranks)]
         self.tokens = np.zeros(ranks, np.int64)
         self.terms = np.zeros(ranks, np.int64)
@@ -39,7 +41,7 @@ class MicroBatch:
     def offer(self, group: Sequence[Sample]) -> list[Sample]:
         """Place what fits of the samples of one group; what is returned belongs into the next micro-batch.
 
-        Every sample must fit into an empty row (`oversize` is dropped before). Not to be called after `spread`.
+        Every sample must fit into an empty row (`oversize` is dropped before). Not to be called after `spread` or `pack`.
         """
         if not group:
             return []
@@ -98,7 +100,10 @@ class MicroBatch:
         return taken
 
     def spread(self) -> None:
-        """Give empty rows a part of the costliest ones, as far as there are samples: no rank idles while another works."""
+        """Give empty rows a part of the costliest ones, as far as there are samples: no rank idles while another works.
+
+        The micro-batch is closed with it.
+        """
         for row, held in enumerate(self.rows):
             if held:
                 continue
@@ -109,7 +114,8 @@ class MicroBatch:
 
     def _halve(self, donor: int, row: int) -> None:
         """Move samples of `donor` to the empty `row`, such that the costlier of the two is as cheap as can be."""
-        sequences = sort_sequences([sample.input_ids for sample in self.rows[donor]])
+        in_order = self._in_order()
+        sequences = in_order[donor]
         samples = [self.rows[donor][i] for i in sequences.order]
         new, lengths = sequences.lengths - sequences.shared, sequences.lengths
         terms = np.array([sample.num_trained for sample in samples])
@@ -118,9 +124,20 @@ class MicroBatch:
         given = alone[1:] + (kept[-1] - kept[1:])  # the first given one takes its whole path along
         cut = int(np.maximum(kept[:-1], given).argmin()) + 1
         self.rows[donor], self.rows[row] = samples[:cut], samples[cut:]
+        for part, begin, end in ((donor, 0, cut), (row, cut, len(samples))):
+            in_order[part] = replace(sequences.part(begin, end), order=list(range(end - begin)))
         self.costs[donor], self.costs[row] = kept[cut - 1], given[cut - 1]
         self.tokens[donor], self.tokens[row] = new[:cut].sum(), lengths[cut] + new[cut + 1 :].sum()
         self.terms[donor], self.terms[row] = terms[:cut].sum(), terms[cut:].sum()
+
+    def _in_order(self) -> list[SortedSequences]:
+        if self._sorted is None:
+            self._sorted = self._index.by_row()
+        return self._sorted
+
+    def pack(self) -> list[Row]:
+        """Lay each row out as a prefix trie. The micro-batch is closed with it."""
+        return [pack(samples, sequences) for samples, sequences in zip(self.rows, self._in_order(), strict=True)]
 
     def imbalance(self) -> float:
         """The costliest row's attention cost over the mean; 1 is perfect balance."""

@@ -36,6 +36,8 @@ class PrefixIndex:
         self._sequences: list[NDArray[np.int32]] = []
         self._common = array("q")  # with the predecessor
         self._rows = array("q")
+        self._places = array("q")  # how many its row held before it
+        self._counts = [0] * rows
 
     def locate(self, group: SortedSequences) -> list[Gap]:
         """Where the sequences of a group belong."""
@@ -87,6 +89,8 @@ class PrefixIndex:
 
     def insert(self, group: SortedSequences, gaps: list[Gap], row: int) -> None:
         """Hold the sequences of a group, all in one row."""
+        place = self._counts[row]
+        self._counts[row] += len(group)
         for gap in reversed(gaps):
             at, begin, end = gap.at, gap.begin, gap.end
             if at < len(self._keys):
@@ -95,3 +99,22 @@ class PrefixIndex:
             self._sequences[at:at] = group.sequences[begin:end]
             self._common[at:at] = array("q", [gap.left, *group.common[begin + 1 : end].tolist()])
             self._rows[at:at] = array("q", [row]) * (end - begin)
+            self._places[at:at] = array("q", range(place + begin, place + end))
+
+    def by_row(self) -> list[SortedSequences]:
+        """The sequences of each row, without sorting them again; `order` is the order in which they came into it."""
+        rows, common = np.array(self._rows, np.int64), np.array(self._common, np.int64)
+        places = np.array(self._places, np.int64)
+        grouped = np.argsort(rows, kind="stable")
+        bounds = np.searchsorted(rows[grouped], np.arange(self._num_rows + 1))
+        found = []
+        for row in range(self._num_rows):
+            at = grouped[bounds[row] : bounds[row + 1]]
+            within = np.zeros(len(at), np.int64)
+            if len(at) > 1:  # the shortest of those on the way from one to the next
+                within[1:] = np.minimum.reduceat(common[at[0] + 1 : at[-1] + 1], at[:-1] - at[0])
+            sequences = [self._sequences[i] for i in at.tolist()]
+            lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+            keys = [self._keys[i] for i in at.tolist()]
+            found.append(SortedSequences(places[at].tolist(), keys, sequences, within, lengths))
+        return found

@@ -166,8 +166,12 @@ def attention_pairs(new: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArr
     return new * (lengths - (new - 1) / 2)
 
 
-def pack(samples: Sequence[Sample]) -> Row:
+def pack(samples: Sequence[Sample], in_order: SortedSequences | None = None) -> Row:
     """Lay the samples out as one prefix trie. Without samples: a filler row of one node and no loss term.
+
+    Args:
+        samples: of one row.
+        in_order: their sequences sorted, where that is known.
 
     Raises:
         ValueError: a sample has no tokens.
@@ -175,7 +179,7 @@ def pack(samples: Sequence[Sample]) -> Row:
     if not samples:
         return _filler()
     sequences = [sample.input_ids for sample in samples]
-    trie = sort_sequences(sequences)
+    trie = sort_sequences(sequences) if in_order is None else in_order
     shared = trie.shared
     new = trie.lengths - shared
     end = np.cumsum(new)

@@ -26,12 +26,14 @@ class Outstanding:
         finished_total: tokens of all groups ever handed to the trainer.
         in_flight: groups being generated; scoring: groups waiting for or in scoring.
         mean_group: mean tokens of the groups finished so far, None before the first.
+        overtaken: of those in flight, groups that were started before one that has been generated already.
     """
 
     finished_total: int
     in_flight: int
     scoring: int
     mean_group: float | None
+    overtaken: int = 0
 
 
 def may_start(outstanding: Outstanding, allowance_total: int, trainer_waits: bool) -> bool:
@@ -39,11 +41,13 @@ def may_start(outstanding: Outstanding, allowance_total: int, trainer_waits: boo
 
     One group at a time until the first has finished, as nothing is known about their size. A group may always start
     when the trainer waits and nothing is under way: otherwise a bound smaller than what a step needs would be a deadlock.
+    Nor may the trainer wait for stragglers alone, so groups that others have overtaken count as nothing there; what is
+    started then is no more stale than the step that waits for it.
     """
     if allowance_total <= 0:
         return False
     under_way = outstanding.in_flight + outstanding.scoring
-    if under_way == 0 and trainer_waits:
+    if under_way == outstanding.overtaken and trainer_waits:
         return True
     if outstanding.mean_group is None:
         return under_way == 0

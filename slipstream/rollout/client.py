@@ -22,7 +22,7 @@ COMPLETIONS_ROUTE = "/v1/completions"
 
 
 class GenerationError(Exception):
-    """A request failed for good: the server refused it (4xx), or it timed out on every try."""
+    """A request failed for good: the server refused it (4xx), it timed out twice, or its answer makes no sense."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -214,7 +214,7 @@ class VLLMClient:
                 "sampling_params": {**sampling, "logprobs": self._settings.num_logprobs, "detokenize": False},
             }
             answer = await self._post(GENERATE_ROUTE, body)
-            return [parse_generate(choice, head, self._candidates) for choice in self._choices(answer, n)]
+            return self._parsed(answer, n, lambda choice: parse_generate(choice, head, self._candidates))
         body = {
             "model": lora or self._model,
             "prompt": prompt_ids,
@@ -224,14 +224,19 @@ class VLLMClient:
             "return_tokens_as_token_ids": True,
         }
         answer = await self._post(COMPLETIONS_ROUTE, body)
-        return [parse_completions(choice, head) for choice in self._choices(answer, n)]
+        return self._parsed(answer, n, lambda choice: parse_completions(choice, head))
 
     @staticmethod
-    def _choices(answer: dict[str, Any], n: int) -> list[dict[str, Any]]:
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if len(choices) != n:
-            raise GenerationError(f"the server returned {len(choices)} sequences of {n}")
-        return choices
+    def _parsed(answer: dict[str, Any], n: int, parse: Callable[[dict[str, Any]], Choice]) -> list[Choice]:
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            if len(choices) != n:
+                raise GenerationError(f"the server returned {len(choices)} sequences of {n}")
+            return [parse(choice) for choice in choices]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise GenerationError(
+                f"the server's answer is none that it should give: {type(error).__name__}: {error}; it begins {answer!r:.300}"
+            ) from error
 
     async def get_text(self, route: str) -> str | None:
         """The body of a GET, or None where the server does not have the route or does not answer."""
@@ -239,7 +244,7 @@ class VLLMClient:
         try:
             async with self._session.get(self._base_url + route) as response:
                 return await response.text() if response.status == 200 else None
-        except (TimeoutError, aiohttp.ClientError):
+        except (OSError, aiohttp.ClientError, UnicodeDecodeError):  # a TimeoutError is an OSError
             return None
 
     async def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -262,8 +267,10 @@ class VLLMClient:
                 last = f"{route}: no answer within {self._timeout_s:g} s"
                 if timeouts >= 2:
                     raise GenerationError(f"{last}, twice") from None
-            except aiohttp.ClientError as error:
+            except (aiohttp.ClientError, OSError) as error:
                 last = f"{route}: {type(error).__name__}: {error}"
+            except ValueError as error:  # cut short on the way, or the page of a proxy
+                last = f"{route} answered 200, but no JSON: {error}"
             if delay is None:
                 break
             self._on_retry()

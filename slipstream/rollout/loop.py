@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from slipstream.algorithm.advantages import group_advantages
 from slipstream.rollout import types as t
-from slipstream.rollout.client import Choice, GenerationError, ServerUnavailable
+from slipstream.rollout.client import Choice, ServerUnavailable
 from slipstream.rollout.machinery import LoopMachinery
 from slipstream.rollout.observe import terminated, trained_length
 from slipstream.rollout.scoring import reward_arguments
@@ -68,11 +68,11 @@ class AsyncRolloutLoop(LoopMachinery):
         """Release what `setup` created; also after a failure."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep of the loop; handed to `load_state_dict` on resume. JSON-able."""
+        """What a checkpoint must keep of the loop; handed to `load_state_dict` on resume. JSON, so with text as keys."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned; called after `setup`, before the first prompt."""
 
     # ---- generation
 
@@ -82,7 +82,7 @@ class AsyncRolloutLoop(LoopMachinery):
             versions = [-1 if version is None else version for version in parsed]
         else:
             versions = [started] * len(choice.token_ids)
-        self._generated_tokens += len(choice.token_ids)
+        self._measures.generated_tokens += len(choice.token_ids)
         return TurnRecord(
             prompt_ids=prompt_ids,
             output_ids=choice.token_ids,
@@ -119,17 +119,20 @@ class AsyncRolloutLoop(LoopMachinery):
                 choices = await self._client.generate(
                     prompt_ids, n=count, max_tokens=self._room(prompt_ids), seed=seed, lora=self.lora_name
                 )
-            except GenerationError as error:
+                rollouts = [self._single_turn(self._turn(prompt_ids, choice, started)) for choice in choices]
+            except ServerUnavailable:
+                raise
+            except Exception as error:
                 return [error] * count
-            self._durations += [time.monotonic() - begun] * count
-            return [self._single_turn(self._turn(prompt_ids, choice, started)) for choice in choices]
+            self._measures.durations += [time.monotonic() - begun] * count
+            return list(rollouts)
 
         async def one(generation: int) -> Rollout | Exception:
             _current.set((number, generation, []))
             begun = time.monotonic()
             try:
                 rollout = await self.generate_one(prompt, self.tools, number)
-                self._durations.append(time.monotonic() - begun)
+                self._measures.durations.append(time.monotonic() - begun)
                 return rollout
             except ServerUnavailable:
                 raise
@@ -146,18 +149,24 @@ class AsyncRolloutLoop(LoopMachinery):
         rows = [dataset[i] for i in range(len(dataset))]
         gate = asyncio.Semaphore(self._cap.cap)
 
+        failed: list[Exception] = []
+
         async def one(index: int) -> Rollout | None:
             async with gate:
                 _current.set((-1 - index, request, []))
                 try:
                     return await self.generate_one(rows[index]["prompt"], self.tools, -1 - index)
-                except GenerationError:
+                except ServerUnavailable:
+                    raise
+                except Exception as error:
+                    failed.append(error)
                     return None
 
         rollouts = await asyncio.gather(*(one(i) for i in range(len(rows))))
         pairs = [(row, rollout) for row, rollout in zip(rows, rollouts, strict=True) if rollout is not None]
         if not pairs:
-            raise RuntimeError("evaluation: no held-out prompt could be generated for")
+            last = f": {type(failed[-1]).__name__}: {failed[-1]}" if failed else ""
+            raise RuntimeError(f"evaluation: no held-out prompt could be generated for{last}")
         names = [key for key in pairs[0][0] if key != "prompt"]
         arguments = reward_arguments(
             [row["prompt"] for row, _ in pairs],

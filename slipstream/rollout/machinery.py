@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import functools
-import math
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -16,14 +16,16 @@ from slipstream.rollout import types as t
 from slipstream.rollout.allowance import Outstanding, is_ahead, may_start
 from slipstream.rollout.client import SamplingSettings, VLLMClient
 from slipstream.rollout.concurrency import ConcurrencyCap
-from slipstream.rollout.observe import group_observations
-from slipstream.rollout.outcome import completions_table, split_group
-from slipstream.rollout.prompts import Prompt, RejectionWatch, prompts
-from slipstream.rollout.scoring import reward_arguments, score, total_rewards, unique_names
-from slipstream.rollout.sequences import assign_costs, build_sequences
+from slipstream.rollout.grading import Grading
+from slipstream.rollout.measures import LoadWatch, Measures
+from slipstream.rollout.prompts import Prompt, RejectionWatch, read_prompts
+from slipstream.rollout.scoring import unique_names
+from slipstream.rollout.sequences import sort_out
 from slipstream.rollout.server_load import parse_load
-from slipstream.rollout.setup import LoopSetup
+from slipstream.rollout.setup import LoopSetup, checked_state
 from slipstream.rollout.types import GroupResult, Message, Rollout, RolloutGroup
+
+logger = logging.getLogger(__name__)
 
 BEAT_S = 0.05
 POLL_S = 0.005
@@ -32,10 +34,9 @@ SERVER_POLL_S = 5.0
 SCORERS = 4
 RECENT_GROUPS = 64
 REWARD_THREADS = 16
-NO_WAIT = 1e-9  # weight of "no wait": it counts only in a window without any
 
 
-class LoopMachinery(ABC):
+class LoopMachinery(Grading, ABC):
     """Chooses prompts, keeps the bounds, scores groups and hands them over; the hooks are `AsyncRolloutLoop`'s."""
 
     server_poll_s = SERVER_POLL_S
@@ -90,22 +91,23 @@ class LoopMachinery(ABC):
         self._commands = commands
 
         self._reward_names = unique_names(reward_funcs)
-        self._groups: dict[asyncio.Task[None], int] = {}  # task of a group in flight -> its version at the start
+        # task of a group in flight -> its version at the start, and how many were started before it
+        self._groups: dict[asyncio.Task[None], tuple[int, int]] = {}
+        self._started = 0
+        self._newest_generated = -1  # of the groups that are generated, the one started last
         self._score_queue: asyncio.Queue[tuple[Prompt, RolloutGroup, list[Rollout | None]]] = asyncio.Queue(
             score_queue_maxsize
         )
         self._scoring = 0
         self._finished_cost = 0
-        self._recent_costs: deque[int] = deque(maxlen=RECENT_GROUPS)
+        # after a resume the size of groups is known: the first must not hold up all others a second time
+        known = [] if setup.group_tokens is None else [setup.group_tokens]
+        self._recent_costs: deque[float] = deque(known, maxlen=RECENT_GROUPS)
         self._handed_over = 0
         self._rollouts_ok = 0
         self._rollouts_failed = 0
         self._in_flight_rollouts = 0
-        self._generated_tokens = 0
-        self._retries = 0
-        self._waits: list[float] = []
-        self._held_s = 0.0
-        self._durations: list[float] = []  # of rollouts, in seconds
+        self._measures = Measures(time.monotonic())
         self._cap = ConcurrencyCap(
             config.max_concurrent_rollouts, config.num_generations, setup.kv_cache_tokens, setup.max_model_len
         )
@@ -175,21 +177,23 @@ class LoopMachinery(ABC):
     async def _run_group(self, prompt: Prompt, prompt_ids: list[int], version: int) -> None:
         row = prompt.row
         outcomes = await self._generate_group(prompt.number, row["prompt"], prompt_ids)
-        failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        rollouts, sequences, failed = sort_out(outcomes)
         self._rollouts_failed += len(failed)
         self._rollouts_ok += len(outcomes) - len(failed)
+        if failed:
+            last = f"{type(failed[-1]).__name__}: {failed[-1]}"
+            logger.warning("prompt %d: %d of %d rollouts failed: %s", prompt.number, len(failed), len(outcomes), last)
         if failed and self._rollouts_ok == 0 and self._rollouts_failed >= 2 * self.config.num_generations:
             raise RuntimeError(
                 f"the first {self._rollouts_failed} rollouts all failed; the last with {type(failed[-1]).__name__}: {failed[-1]}"
             ) from failed[-1]
-        rollouts = [None if isinstance(outcome, Exception) else outcome for outcome in outcomes]
         columns = {key: [value] * len(rollouts) for key, value in row.items() if key != "prompt"}
         group = RolloutGroup(
             prompts=[row["prompt"]] * len(rollouts),
             reward_kwargs=columns,
             completions=[r.completion if r else [] for r in rollouts],
             completions_ids=[r.completion_ids if r else [] for r in rollouts],
-            completions_sequences=[build_sequences(r.turns) if r else [] for r in rollouts],
+            completions_sequences=sequences,
             tool_call_counts=[r.tool_call_count if r else 0 for r in rollouts],
             tool_failure_counts=[r.tool_failure_count if r else 0 for r in rollouts],
             model_version=version,
@@ -207,61 +211,6 @@ class LoopMachinery(ABC):
             self._scoring -= 1
             raise
         self._metrics.put([("rollout/score_block_s", time.monotonic() - blocked, 1)])
-
-    # ---- scoring
-
-    async def _score_groups(self) -> None:
-        while True:
-            prompt, group, rollouts = await self._score_queue.get()
-            try:
-                result = await self._score_group(prompt, group, rollouts)
-            finally:
-                self._scoring -= 1
-            # a group that is dropped tells the size of the next as well as one that is kept
-            size = result.cost or assign_costs([s for sequences in group.completions_sequences for s in sequences])
-            if size:
-                self._recent_costs.append(size)
-            self._hand_over(result)
-
-    async def _score(self, arguments: dict[str, Any], count: int) -> np.ndarray:
-        timeout = self.config.reward_timeout
-        return await score(self.reward_funcs, self._reward_names, self._executor, arguments, count, timeout)
-
-    async def _score_group(self, prompt: Prompt, group: RolloutGroup, rollouts: list[Rollout | None]) -> GroupResult:
-        begun = time.monotonic()
-        alive = [i for i, rollout in enumerate(rollouts) if rollout is not None]
-        by_function = np.full((len(self.reward_funcs), len(rollouts)), math.nan)
-        if alive:
-            arguments = reward_arguments(
-                [group.prompts[i] for i in alive],
-                [group.completions[i] for i in alive],
-                [group.completions_ids[i] for i in alive],
-                {key: [values[i] for i in alive] for key, values in group.reward_kwargs.items()},
-            )
-            by_function[:, alive] = await self._score(arguments, len(alive))
-        group.rewards = total_rewards(by_function, group)
-        advantages = np.asarray(self.compute_advantages(group), dtype=np.float64)
-        if advantages.shape != group.rewards.shape:
-            raise ValueError(
-                f"compute_advantages returned shape {advantages.shape} for {group.rewards.shape[0]} rollouts"
-            )
-        samples, dropped = split_group(group, rollouts, advantages, by_function, self._reward_names)
-        observations = [
-            *group_observations(group, rollouts, self.eos_token_ids),
-            ("rollout/score_s", time.monotonic() - begun, 1),
-            ("rollout/score_wait_s", begun - group.queued_at, 1),
-        ]
-        return GroupResult(
-            number=prompt.number,
-            epoch=prompt.epoch,
-            position=prompt.position,
-            row_index=group.row_index,
-            samples=samples,
-            dropped=dict(dropped),
-            cost=assign_costs(samples) if samples else 0,
-            observations=observations,
-            table=completions_table(group, rollouts, advantages) if self.config.log_completions else [],
-        )
 
     # ---- handing over
 
@@ -281,7 +230,8 @@ class LoopMachinery(ABC):
     def _outstanding(self) -> Outstanding:
         costs = self._recent_costs
         mean = sum(costs) / len(costs) if costs else None
-        return Outstanding(self._finished_cost, len(self._groups), self._scoring, mean)
+        overtaken = sum(started < self._newest_generated for _, started in self._groups.values())
+        return Outstanding(self._finished_cost, len(self._groups), self._scoring, mean, overtaken)
 
     def _may_start(self) -> bool:
         if self._groups and not self._cap.has_room(self._in_flight_rollouts):
@@ -298,15 +248,15 @@ class LoopMachinery(ABC):
             await asyncio.sleep(POLL_S)
             if ahead:
                 held += time.monotonic() - begun
-                self._held_s += time.monotonic() - begun
+                self._measures.held_s += time.monotonic() - begun
         if held > 2 * POLL_S:
-            self._waits.append(held)
+            self._measures.waits.append(held)
 
     async def _dispatch(self) -> None:
         """Start groups in prompt order as the bounds allow; at the end of the data wait for the last, and say so."""
         watch = RejectionWatch()
         begun_prompts = 0
-        for prompt in prompts(self.dataset, self._setup):
+        async for prompt in read_prompts(self.dataset, self._setup):
             begun_prompts += 1
             admitted = self.filter_prompt(prompt.row_index, prompt.row, prompt.epoch)
             watch.see(prompt, not admitted)
@@ -322,7 +272,8 @@ class LoopMachinery(ABC):
             await self._wait_for_leave()
             version = self.model_version
             task = asyncio.create_task(self._run_group(prompt, prompt_ids, version))
-            self._groups[task] = version
+            self._groups[task] = version, self._started
+            self._started += 1
             self._in_flight_rollouts += self.config.num_generations
             task.add_done_callback(functools.partial(self._group_done, prompt))
             await asyncio.sleep(0)
@@ -330,34 +281,37 @@ class LoopMachinery(ABC):
         # counted, not inferred from what is under way: a group that ended in an exception is never handed over
         while self._handed_over < begun_prompts:
             await asyncio.sleep(POLL_S)
-        self._buffer.put(t.EndOfData(self._handed_over))
+        self._buffer.put(t.EndOfData(self._handed_over, self._report()))
 
     def _group_done(self, prompt: Prompt, task: asyncio.Task[None]) -> None:
-        self._groups.pop(task, None)
+        _, started = self._groups.pop(task)
         self._in_flight_rollouts -= self.config.num_generations
         self._cap.finished(self.config.num_generations)
         if task.cancelled():
             if not self._stopping:
                 self._drop_prompt(prompt, t.STALE, self.config.num_generations)
-        elif (error := task.exception()) is not None and self._fatal is not None and not self._fatal.done():
+        elif (error := task.exception()) is None:
+            self._newest_generated = max(self._newest_generated, started)
+        elif self._fatal is not None and not self._fatal.done():
             self._fatal.set_exception(error)
 
     def _abort_stale(self) -> None:
         """Cancel groups in flight that are beyond the bound already; the server sees the closed connection."""
         limit = self.model_version - self.config.max_staleness
-        for task, version in list(self._groups.items()):
+        for task, (version, _) in list(self._groups.items()):
             if version < limit:
                 task.cancel()
 
     # ---- life
 
     def _count_retry(self) -> None:
-        self._retries += 1
+        self._measures.retries += 1
 
     async def _serve(self) -> None:
         """Beat, report, abort what is too old, answer commands; returns when asked to stop."""
-        reported, tokens = time.monotonic(), 0
+        self._measures.begin(time.monotonic())
         pending: set[asyncio.Task[None]] = set()
+        state_requests: list[int] = []
 
         async def answer(request: int) -> None:
             self._buffer.put(await self.evaluate(request))
@@ -373,38 +327,25 @@ class LoopMachinery(ABC):
                     pending.add(task)
                     task.add_done_callback(self._raise_fatal)
                 elif kind == "state":
-                    self._buffer.put(("state", argument, self.state_dict()))
-            if now - reported >= self.report_s:
-                self._report(now - reported, self._generated_tokens - tokens)
-                reported, tokens = now, self._generated_tokens
+                    state_requests.append(argument)
+            while self._is_set_up and state_requests:
+                self._buffer.put(("state", state_requests.pop(), checked_state(type(self).__name__, self.state_dict())))
+            if now - self._measures.begun >= self.report_s:
+                self._metrics.put(self._report())
             await asyncio.sleep(BEAT_S)
 
     def _raise_fatal(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) and self._fatal is not None and not self._fatal.done():
             self._fatal.set_exception(error)
 
-    def _report(self, seconds: float, tokens: int) -> None:
-        found: list[t.Observation] = [
-            ("rollout/generated_tokens_per_s", tokens / seconds, seconds),
-            ("rollout/concurrency", self._in_flight_rollouts, 1),
-            ("rollout/concurrency_cap", self._cap.cap, 1),
-            ("rollout/score_queue_size", self._score_queue.qsize(), 1),
-            ("rollout/vllm_retry_count", self._retries, 1),
-        ]
-        self._retries = 0
-        waits, self._waits = self._waits, []
-        held, self._held_s = self._held_s, 0.0
-        durations, self._durations = self._durations, []
-        if durations:
-            found.append(("rollout/duration_s", sum(durations) / len(durations), len(durations)))
-        found.append(("rollout/backpressure_s", 0.0, NO_WAIT))
-        found += [("rollout/backpressure_s", wait, 1) for wait in waits]
-        found.append(("rollout/backpressure_frac", min(held / seconds, 1.0), seconds))
-        self._metrics.put(found)
+    def _report(self) -> list[t.Observation]:
+        """What was measured since the last report."""
+        levels = self._in_flight_rollouts, self._cap.cap, self._score_queue.qsize()
+        return self._measures.report(time.monotonic(), *levels)
 
     async def _follow_load(self) -> None:
         """Poll the server's load, let the cap follow it, and report it."""
-        preemptions: int | None = None
+        watch = LoadWatch()
         while True:
             text = None
             with contextlib.suppress(TimeoutError):
@@ -412,31 +353,21 @@ class LoopMachinery(ABC):
             load = parse_load(text)
             self._cap.observe(load, self._in_flight_rollouts)
             if load is not None:
-                before = load.preemptions if preemptions is None else preemptions
-                # fewer than before: the server was started again, and counts from zero
-                new = load.preemptions - before if load.preemptions >= before else load.preemptions
-                preemptions = load.preemptions
-                self._metrics.put(
-                    [
-                        ("rollout/vllm_kv_cache_usage_frac", load.kv_usage, 1),
-                        ("rollout/vllm_running_requests", load.running, 1),
-                        ("rollout/vllm_queued_requests", load.waiting, 1),
-                        ("rollout/vllm_preemption_count", new, 1),
-                    ]
-                )
+                self._metrics.put(watch.observations(load))
             await asyncio.sleep(self.server_poll_s)
 
     async def _main(self) -> None:
-        self._stopping = False
+        self._stopping = self._is_set_up = False
         self._fatal = asyncio.get_running_loop().create_future()
         self._executor = ThreadPoolExecutor(max_workers=16, thread_name_prefix="reward")
         await self._client.open()
         tasks: list[asyncio.Task[None]] = []
         serve = asyncio.create_task(self._serve())
         try:
+            await self.setup()
             if self._setup.loop_state:
                 self.load_state_dict(self._setup.loop_state)
-            await self.setup()
+            self._is_set_up = True
             tasks = [asyncio.create_task(self._score_groups()) for _ in range(SCORERS)]
             tasks.append(asyncio.create_task(self._dispatch()))
             tasks.append(asyncio.create_task(self._follow_load()))

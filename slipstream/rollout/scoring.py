@@ -5,7 +5,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from concurrent.futures import Executor
 from typing import Any
 
@@ -50,10 +50,18 @@ def is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
+def _number(value: Any) -> float:
+    if isinstance(value, (str, bytes)):  # float() would read "1"
+        raise TypeError
+    return float(value)
+
+
 def check_rewards(name: str, values: Any, count: int) -> NDArray[np.float64]:
     """The returned rewards as an array, NaN for None. Raises RewardError naming the function."""
     try:
-        rewards = np.array([math.nan if v is None else float(v) for v in values], dtype=np.float64)
+        if isinstance(values, (str, bytes, Mapping, Set)):  # may be gone through, but are no list
+            raise TypeError
+        rewards = np.array([math.nan if v is None else _number(v) for v in values], dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise RewardError(f"reward {name} must return a list of numbers or None, not {values!r:.200}") from error
     if len(rewards) != count:

@@ -8,7 +8,7 @@ import numpy as np
 
 from slipstream.packing.sample import EMPTY, NOT_GENERATED, Sample
 from slipstream.packing.trie import new_nodes, sorted_order
-from slipstream.rollout.types import TurnRecord
+from slipstream.rollout.types import Rollout, TurnRecord
 
 
 class _Growing:
@@ -94,6 +94,27 @@ def build_sequences(turns: Sequence[TurnRecord]) -> list[Sample]:
         current.context(turn.prompt_ids[held:])
         current.output(turn)
     return [sequence.finish() for sequence in sequences if any(sequence.trained)]
+
+
+def sort_out(
+    outcomes: Sequence[Rollout | Exception],
+) -> tuple[list[Rollout | None], list[list[Sample]], list[Exception]]:
+    """The rollouts of a group, None for one that failed; their sequences; and why the others failed. One whose turns
+    contradict themselves has failed too."""
+    rollouts: list[Rollout | None] = []
+    sequences: list[list[Sample]] = []
+    failed: list[Exception] = []
+    for outcome in outcomes:
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            sequences.append(build_sequences(outcome.turns))
+            rollouts.append(outcome)
+        except Exception as error:
+            failed.append(error)
+            sequences.append([])
+            rollouts.append(None)
+    return rollouts, sequences, failed
 
 
 def assign_costs(samples: Sequence[Sample]) -> int:

@@ -1,6 +1,7 @@
 """What the trainer hands to the rollout process when it starts it."""
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,9 @@ class Position:
 
     first_unsettled: int = 0
     settled_beyond: frozenset[int] = field(default_factory=frozenset)
+
+    def is_settled(self, number: int) -> bool:
+        return number < self.first_unsettled or number in self.settled_beyond
 
     def numbers(self, end: int | None) -> Iterator[int]:
         """Prompt numbers to generate, in order, up to `end` (exclusive; None: for ever)."""
@@ -37,8 +41,10 @@ class LoopSetup:
         max_model_len: of the server, in tokens.
         end: prompt number at which the data ends; None where only the number of steps bounds the run.
         epochs: passes over an iterable dataset, which has no `end`; None where only the number of steps bounds the run.
+        first_epoch: of an iterable dataset: the epoch that it starts in, after a resume the one that was not over.
         shuffle, seed: of the order of prompts.
         eval_dataset: held-out rows, or None.
+        group_tokens: mean size of the groups before a resume, in tokens; None where none has finished yet.
         kv_cache_tokens: that the server's KV caches hold; None where it does not tell.
         loop_state: what the loop's own `state_dict` returned at the checkpoint, or None.
     """
@@ -51,12 +57,37 @@ class LoopSetup:
     position: Position = field(default_factory=Position)
     end: int | None = None
     epochs: int | None = None
+    first_epoch: int = 0
     shuffle: bool = True
     seed: int = 42
     eval_dataset: Any = None
     loop_state: dict[str, Any] | None = None
     returns_candidates: bool = False
     kv_cache_tokens: int | None = None
+    group_tokens: float | None = None
+
+
+def checked_state(loop: str, state: Any) -> dict[str, Any]:
+    """A loop's state as it comes back after a resume: tuples as lists. Raises TypeError for what would not come back."""
+
+    def check(value: Any, where: str) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if not isinstance(key, str):
+                    raise TypeError(
+                        f"{where}: the key {key!r} would come back as text; use str keys and convert on load"
+                    )
+                check(item, f"{where}[{key!r}]")
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                check(item, f"{where}[{index}]")
+        elif not (value is None or isinstance(value, str | int | float)):
+            raise TypeError(f"{where}: {value!r:.100} ({type(value).__name__}) cannot be kept as JSON; convert it")
+
+    if not isinstance(state, dict):
+        raise TypeError(f"{loop}.state_dict returned {type(state).__name__}, not a dict")
+    check(state, f"{loop}.state_dict()")
+    return dict(json.loads(json.dumps(state)))
 
 
 def request_seed(seed: int, number: int, generation: int, turn: int, attempt: int) -> int:

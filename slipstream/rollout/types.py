@@ -108,6 +108,7 @@ class GroupResult:
         samples: to be trained; may be empty.
         dropped: samples (or, for a prompt without any, the one prompt) by reason.
         cost: tokens that this group holds of the allowance: the cost of its samples.
+        size: tokens of all that was generated for it, dropped samples too.
         observations: metrics measured on the group.
         table: rows for the completions log.
     """
@@ -119,15 +120,20 @@ class GroupResult:
     samples: list[Sample]
     dropped: dict[str, int]
     cost: int = 0
+    size: int = 0
     observations: list[Observation] = field(default_factory=list)
     table: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
 class EndOfData:
-    """Rollout process → trainer: every prompt of every epoch was handed over; nothing more will come."""
+    """Rollout process → trainer: every prompt of every epoch was handed over; nothing more will come.
+
+    `observations`: what was measured since the loop's last report.
+    """
 
     groups: int
+    observations: list[Observation] = field(default_factory=list, compare=False)
 
 
 @dataclass

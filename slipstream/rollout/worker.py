@@ -6,6 +6,7 @@ import pickle
 import queue
 import signal
 import sys
+import threading
 import time
 import traceback
 from multiprocessing import get_context
@@ -75,6 +76,8 @@ class RolloutWorker:
         self._payload["loop_cls"] = dump_for_child("loop_cls", loop_cls)
         self._payload["setup"] = dump_for_child("setup", setup)
         self._process: Any = None
+        self._checking = threading.Lock()  # by the training thread and the planner's
+        self._traceback: str | None = None
 
     @property
     def pid(self) -> int | None:
@@ -117,9 +120,11 @@ class RolloutWorker:
     def check(self) -> None:
         """Raise RolloutWorkerError where the process failed, died, or has not beaten for the timeout."""
         if self._failed.is_set():
-            with contextlib.suppress(queue.Empty):
-                raise RolloutWorkerError("the rollout process failed:\n" + self._exceptions.get(timeout=5))
-            raise RolloutWorkerError("the rollout process failed, and could not say why")
+            with self._checking, contextlib.suppress(queue.Empty):
+                self._traceback = self._traceback or self._exceptions.get(timeout=5)
+            if self._traceback is None:
+                raise RolloutWorkerError("the rollout process failed, and could not say why")
+            raise RolloutWorkerError("the rollout process failed:\n" + self._traceback)
         if self._process is not None and not self._process.is_alive() and not self._stop.is_set():
             code = self._process.exitcode
             how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"

@@ -1,5 +1,10 @@
-"""Synchronous client for the routes that steer a server. Every call is bounded in time."""
+"""Synchronous client for the routes that steer a server. Every call is bounded in time.
 
+A call that may be made twice without harm is repeated where its answer was lost or the server stumbled; the bound holds
+for all its tries together. Calls that may not are made once: `slipstream.serving.transport` repeats a delivery as a whole.
+"""
+
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +14,11 @@ import httpx
 
 from slipstream.serving.auth import read_token
 
+logger = logging.getLogger(__name__)
+
 HEALTH_POLL_S = 0.2
+REPEAT_DELAYS_S = (0.1, 0.3, 1.0, 2.0)
+TRIES_IN_BOUND = 3  # so many that get no answer at all
 
 
 class ServerError(RuntimeError):
@@ -19,12 +28,14 @@ class ServerError(RuntimeError):
         route: path that was called.
         status: HTTP status, or None where there was no answer.
         message: what the server said, or what went wrong on the way.
+        timed_out: whether the whole bound passed without an answer.
     """
 
-    def __init__(self, route: str, status: int | None, message: str) -> None:
+    def __init__(self, route: str, status: int | None, message: str, timed_out: bool = False) -> None:
         self.route = route
         self.status = status
         self.message = message
+        self.timed_out = timed_out
         super().__init__(f"{route}: {'no answer' if status is None else f'HTTP {status}'}: {message}")
 
     @property
@@ -68,27 +79,47 @@ class ServerControl:
         """Another client of the same server with another bound."""
         return ServerControl(self.base_url, self._token_file, timeout_s)
 
-    def call(self, method: str, route: str, *, timeout_s: float | None = None, **kwargs: Any) -> httpx.Response:
-        """One request; raises ServerError on anything but a 2xx answer."""
+    def call(
+        self, method: str, route: str, *, timeout_s: float | None = None, repeat: bool = False, **kwargs: Any
+    ) -> httpx.Response:
+        """One request; raises ServerError on anything but a 2xx answer. `repeat`: it may be made again, as it does no
+        harm a second time; all tries together stay within the bound."""
         bound = self.timeout_s if timeout_s is None else timeout_s
+        if not repeat:
+            return self._once(method, route, bound, bound, kwargs)
+        end = time.monotonic() + bound
+        for delay in (*REPEAT_DELAYS_S, None):
+            left = max(end - time.monotonic(), 0.01)
+            try:
+                return self._once(method, route, min(bound / TRIES_IN_BOUND, left), bound, kwargs)
+            except ServerError as error:
+                if error.permanent or delay is None or time.monotonic() + delay >= end:
+                    raise
+                logger.warning("repeating in %g s: %s", delay, error)
+            time.sleep(delay)
+        raise AssertionError("the last try returns or raises")
+
+    def _once(self, method: str, route: str, timeout_s: float, bound: float, kwargs: dict[str, Any]) -> httpx.Response:
         try:
-            response = self._client.request(method, route, timeout=bound, **kwargs)
+            response = self._client.request(method, route, timeout=timeout_s, **kwargs)
         except httpx.TimeoutException:
-            raise ServerError(route, None, f"no answer from {self.base_url} within {bound:g} s") from None
+            raise ServerError(route, None, f"no answer from {self.base_url} within {bound:g} s", True) from None
         except httpx.HTTPError as error:
             raise ServerError(route, None, self._clean(f"{self.base_url}: {error or type(error).__name__}")) from None
         if not response.is_success:
             raise ServerError(route, response.status_code, self._clean(_message(response)))
+        if "json" in response.headers.get("content-type", ""):
+            self._json(route, response)  # an answer cut short on its way counts as lost
         return response
 
     def _clean(self, text: str) -> str:
         return text.replace(self._token, "<token>") if self._token else text
 
     def _get(self, route: str, **kwargs: Any) -> dict[str, Any]:
-        return self._json(route, self.call("GET", route, **kwargs))
+        return self._json(route, self.call("GET", route, repeat=True, **kwargs))
 
-    def _post(self, route: str, **kwargs: Any) -> dict[str, Any]:
-        return self._json(route, self.call("POST", route, **kwargs))
+    def _post(self, route: str, *, repeat: bool = False, **kwargs: Any) -> dict[str, Any]:
+        return self._json(route, self.call("POST", route, repeat=repeat, **kwargs))
 
     def _json(self, route: str, response: httpx.Response) -> dict[str, Any]:
         try:
@@ -126,9 +157,9 @@ class ServerControl:
     def version(self) -> str:
         return str(self._get("/version").get("version", ""))
 
-    def metrics(self) -> str:
+    def metrics(self, repeat: bool = False) -> str:
         """The text of /metrics (Prometheus exposition format)."""
-        return self.call("GET", "/metrics").text
+        return self.call("GET", "/metrics", repeat=repeat).text
 
     def world_size(self) -> int:
         """Workers that take part in a weight transfer: tensor x pipeline x data parallel."""
@@ -138,17 +169,17 @@ class ServerControl:
 
     def pause(self, mode: str = "keep") -> None:
         """Stop decoding; `keep` freezes requests in flight, and the engine drops its caches and recomputes them."""
-        self._post("/pause", params={"mode": mode})
+        self._post("/pause", repeat=True, params={"mode": mode})
 
     def resume(self) -> None:
-        self._post("/resume")
+        self._post("/resume", repeat=True)
 
     def is_paused(self) -> bool:
         return bool(self._get("/is_paused")["is_paused"])
 
     def abort_requests(self) -> None:
         """End every request in flight."""
-        self._post("/abort_requests", json={})
+        self._post("/abort_requests", repeat=True, json={})
 
     def reset_prefix_cache(self) -> bool:
         """Whether it was reset: not while requests hold blocks."""
@@ -174,7 +205,7 @@ class ServerControl:
 
     def set_weight_version(self, label: str) -> None:
         """Change the label only."""
-        self._post("/update_weight_version", json={"new_version": label})
+        self._post("/update_weight_version", repeat=True, json={"new_version": label})
 
     def weight_version(self) -> str:
         return str(self._get("/weight_info")["weight_version"])

@@ -25,6 +25,10 @@ class GroupError(RuntimeError):
     """The group did not come together, or broke: a peer is missing, died, stalled or left."""
 
 
+class GroupTimeout(GroupError):
+    """A peer did not come, or stalled, for the whole bound."""
+
+
 def _nothing() -> None:
     return None
 
@@ -141,7 +145,7 @@ class ProcessGroup:
             check()
             missing = [key for key in missing if not store.check([key])]
             if missing and time.monotonic() > deadline:
-                raise GroupError(f"{len(missing)} of {self.size} members did not join within {self.timeout_s:g} s")
+                raise GroupTimeout(f"{len(missing)} of {self.size} members did not join within {self.timeout_s:g} s")
             if missing:
                 time.sleep(0.005)
 
@@ -183,7 +187,7 @@ class ProcessGroup:
         while not work.is_completed():
             check()
             if time.monotonic() > deadline:
-                raise GroupError(f"no progress within {self.timeout_s:g} s: a peer stalled")
+                raise GroupTimeout(f"no progress within {self.timeout_s:g} s: a peer stalled")
             time.sleep(POLL_S)
         work.wait()  # raises what went wrong
         if self.device.type != "cpu":

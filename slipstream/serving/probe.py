@@ -9,6 +9,7 @@ from slipstream.serving.control import ServerControl, ServerError
 
 GENERATE_ROUTE = "/inference/v1/generate"
 ONE_TOKEN = {"token_ids": [0], "sampling_params": {"max_tokens": 1}}
+NO_REQUEST: dict[str, Any] = {}  # refused for its form, where the route exists
 PROBE_LOGPROBS = 9
 
 
@@ -47,23 +48,32 @@ class Capabilities:
 
 
 def probe(control: ServerControl) -> Capabilities:
-    """Ask the server; where it does not describe itself, two one-token requests decide. Raises ServerError."""
+    """Ask the server; where it does not describe itself, two one-token requests decide. Raises ServerError.
+
+    A server that a dead trainer left paused would answer no generation: it is asked for none.
+    """
     models = control.models()
     if not models:
         raise ServerError("/v1/models", 200, "the server serves no model")
     base = next((model for model in models if model.get("parent") is None), models[0])
+    has_dev_routes = _has(control, "GET", "/is_paused")
+    paused = has_dev_routes and control.is_paused()
     facts: dict[str, Any] = {
         "model": str(base["id"]),
         "max_model_len": base.get("max_model_len"),
-        "has_dev_routes": _has(control, "GET", "/is_paused"),
+        "has_dev_routes": has_dev_routes,
         # a request that works: vLLM logs a traceback for one that does not, and later failures would seem to be that
-        "has_generate_route": _has(control, "POST", GENERATE_ROUTE, ONE_TOKEN),
+        "has_generate_route": _has(control, "POST", GENERATE_ROUTE, NO_REQUEST if paused else ONE_TOKEN),
         "version": _optional(control, "/version").get("version"),
         "kv_cache_tokens": kv_cache_tokens(_metrics(control)),
     }
     info = _optional(control, "/server_info", {"config_format": "json"}).get("vllm_config")
     if isinstance(info, dict):
         facts |= describe(info)
+    elif paused:
+        raise ServerError(
+            "/is_paused", 200, "the server is paused and does not describe itself: POST /resume to it first"
+        )
     else:
         facts |= _measure(control, facts["model"])
     return Capabilities(**facts)
@@ -106,7 +116,7 @@ def kv_cache_tokens(metrics: str) -> int | None:
 
 def _has(control: ServerControl, method: str, route: str, body: dict[str, Any] | None = None) -> bool:
     try:
-        control.call(method, route, json=body)
+        control.call(method, route, repeat=True, json=body)  # one token more does no harm
     except ServerError as error:
         if error.status is None or error.status == 401:
             raise
@@ -116,7 +126,7 @@ def _has(control: ServerControl, method: str, route: str, body: dict[str, Any] |
 
 def _optional(control: ServerControl, route: str, params: dict[str, str] | None = None) -> dict[str, Any]:
     try:
-        value = control.call("GET", route, params=params).json()
+        value = control.call("GET", route, repeat=True, params=params).json()
     except (ServerError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -124,7 +134,7 @@ def _optional(control: ServerControl, route: str, params: dict[str, str] | None 
 
 def _metrics(control: ServerControl) -> str:
     try:
-        return control.metrics()
+        return control.metrics(repeat=True)
     except ServerError:
         return ""
 
@@ -146,7 +156,7 @@ def _gap(control: ServerControl, model: str, temperature: float) -> float:
     """Nats between the likeliest and the least likely token that the server reports for the first token."""
     body = {"model": model, "prompt": "1", "max_tokens": 1, "seed": 0, "logprobs": PROBE_LOGPROBS}
     sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "return_tokens_as_token_ids": True}
-    answer = control.call("POST", "/v1/completions", json=body | sampling).json()
+    answer = control.call("POST", "/v1/completions", repeat=True, json=body | sampling).json()
     # the sampled token comes on top of the likeliest ones and must not decide
     values = sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)[: PROBE_LOGPROBS - 1]
     return float(values[0] - values[-1])

@@ -3,6 +3,10 @@
     connect   sign in: end what a dead trainer left, form a fresh group on a fresh port, resume
     send      pause (keep) → start → broadcast beside the server's receiving call → finish (label) → resume
 
+What may be called twice is repeated by `ServerControl`. The rest may not: there a lost answer breaks the delivery, which
+is repeated as a whole, connect and send, by whoever has the tensors (`slipstream.learner.sync`). Between two tries the
+server stays paused where `hold` asks for it, so that requests in flight get no token of mixed weights.
+
 No explicit reset of the prefix cache: at the end of a `keep` pause the server drops its caches and recomputes the
 requests in flight, and nothing is scheduled until the resume.
 """
@@ -21,18 +25,11 @@ import torch
 from slipstream.process import new_incarnation
 from slipstream.serving.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from slipstream.serving.control import ServerControl, ServerError
+from slipstream.serving.delivery import TransferError, close_delivery, failure
 from slipstream.serving.group import GroupError, ProcessGroup, Rendezvous
 from slipstream.serving.labels import torn_label
 
 RECOVERY_TIMEOUT_S = 15.0
-
-
-class TransferError(RuntimeError):
-    """Weights did not reach the server whole. Attribute `phase`: the step that failed. Connect again before sending."""
-
-    def __init__(self, phase: str, message: str) -> None:
-        self.phase = phase
-        super().__init__(f"weight transfer failed in phase {phase!r}: {message}")
 
 
 @dataclass(frozen=True)
@@ -56,18 +53,29 @@ class SyncTimes:
 class WeightTransport(Protocol):
     """Delivers full weights to a server. Used by one thread of rank 0."""
 
-    def connect(self) -> None:
-        """Sign in with the server, in place of whoever was. Raises TransferError; may be called again after one."""
+    def connect(self, hold: bool = False) -> None:
+        """Sign in with the server, in place of whoever was. Raises TransferError; may be called again after one.
+
+        `hold`: leave a paused server paused, because a delivery follows at once.
+        """
 
     def send(
-        self, parameters: Sequence[ParameterInfo], tensors: Iterator[tuple[str, torch.Tensor]], label: str
+        self,
+        parameters: Sequence[ParameterInfo],
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        label: str,
+        hold: bool = False,
     ) -> SyncTimes:
         """Deliver `tensors` (in the order of `parameters`; on any device, made as they are needed) and label what the
         server generates from then on.
 
         Raises TransferError when any phase fails or takes longer than its bound. The server is then running again
         where that was possible; if its weights may be mixed, what it generates carries a label that no reader takes.
+        `hold`: it stays paused where another try may succeed; call `connect(hold=True)` and `send`, or `release`.
         """
+
+    def release(self) -> None:
+        """Let a server run that was held for another try which does not come; what it generates, no reader takes."""
 
     def close(self) -> None:
         """Leave the group. The server goes on with the weights that it has."""
@@ -130,7 +138,7 @@ class HttpTransport(ABC):
     def _leave(self) -> None:
         """Leave the group at once, whatever is under way; idempotent."""
 
-    def connect(self) -> None:
+    def connect(self, hold: bool = False) -> None:
         self.close()
         phase = "attach"
         try:
@@ -141,26 +149,25 @@ class HttpTransport(ABC):
             if not self._connected_before:
                 phase = "abort requests"
                 self.control.abort_requests()  # what a dead trainer's rollouts left
-            if was_paused:
+            if was_paused and not hold:
                 phase = "resume"
                 self.control.resume()
         except Exception as error:
             self._leave()
-            raise TransferError(phase, str(error)) from error
+            raise failure(phase, error) from error
         self._connected = self._connected_before = True
 
     def _close_open_delivery(self) -> None:
         """Close the delivery that a dead trainer left open on a paused server, if there is one."""
-        try:
-            self.control.finish_weight_update()
-        except ServerError as error:
-            if error.status is None:
-                raise
-        else:
+        if close_delivery(self.control):
             self.control.set_weight_version(torn_label(self.run_id, self.attempt))
 
     def send(
-        self, parameters: Sequence[ParameterInfo], tensors: Iterator[tuple[str, torch.Tensor]], label: str
+        self,
+        parameters: Sequence[ParameterInfo],
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        label: str,
+        hold: bool = False,
     ) -> SyncTimes:
         if not self._connected:
             raise TransferError("start", "not connected: call connect() first, and again after a failed delivery")
@@ -176,16 +183,17 @@ class HttpTransport(ABC):
             call = Background(lambda: self.control.update_weights(info))
             self._transfer(parameters, tensors, call)
             phase = "finish"
-            self.control.finish_weight_update(label)
+            self._finish(label)
             transferred = time.monotonic()
             phase = "resume"
             self.control.resume()
         except BaseException as error:
             self._connected = False
             self._leave()
-            self._recover(phase)
+            broken = failure(phase, error)
+            self._recover(phase, resume=not (hold and broken.passing))
             if isinstance(error, Exception):
-                raise TransferError(phase, str(error) or type(error).__name__) from error
+                raise broken from error
             raise
         return SyncTimes(paused - begin, transferred - paused, time.monotonic() - begin)
 
@@ -201,22 +209,33 @@ class HttpTransport(ABC):
             try:
                 call.wait(min(self.timeout_s, RECOVERY_TIMEOUT_S))
             except Exception as answer:
-                raise GroupError(f"{error}; the server: {answer}") from error
+                raise type(error)(f"{error}; the server: {answer}") from error
             raise
         call.wait(self.timeout_s)
 
-    def _recover(self, phase: str) -> None:
+    def _finish(self, label: str) -> None:
+        try:
+            self.control.finish_weight_update(label)
+        except ServerError as error:
+            # the label is set last, so where the server has it only the answer was lost
+            if error.permanent or self.control.weight_version() != label:
+                raise
+
+    def _recover(self, phase: str, resume: bool = True) -> None:
         """Bring the server back to work after a failure in `phase`, if it answers."""
         with self.control.with_timeout(min(self.timeout_s, RECOVERY_TIMEOUT_S)) as control:
             try:
-                if phase in ("start", "transfer"):
-                    with contextlib.suppress(ServerError):  # refused where the server has closed the delivery itself
-                        control.finish_weight_update()
                 if phase in ("start", "transfer", "finish"):
+                    with contextlib.suppress(ServerError):  # refused where the server has closed the delivery itself
+                        close_delivery(control)
                     control.set_weight_version(torn_label(self.run_id, self.attempt))
-                control.resume()
+                if resume:
+                    control.resume()
             except ServerError:
                 return  # the next connect() deals with it; resuming under the old label would mislabel samples
+
+    def release(self) -> None:
+        self._recover("transfer")
 
     def close(self) -> None:
         self._connected = False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slipstream.serving.control import ServerControl
-from slipstream.serving.group import GroupError, open_listener
+from slipstream.serving.group import GroupTimeout, open_listener
 from slipstream.serving.transport import Background, HttpTransport, ParameterInfo, checked
 
 BUFFER_BYTES = 256 * 2**20
@@ -112,7 +112,7 @@ class NcclTransport(HttpTransport):
             call.check()
             waited += 0.05
             if waited > self.timeout_s:
-                raise GroupError(f"no progress within {self.timeout_s:g} s: a peer stalled")
+                raise GroupTimeout(f"no progress within {self.timeout_s:g} s: a peer stalled")
         ours.wait(self.timeout_s)
 
     def _leave(self) -> None:

@@ -99,13 +99,15 @@ def test_it_comes_down_while_the_cache_is_full_and_the_run_goes_on(small_server:
 
 def test_a_run_on_it_logs_every_metric_and_says_what_holds_it(small_server: VllmServer, tmp_path: Path) -> None:
     data = write_prompts(tmp_path / "train.jsonl", 200)
-    run = learner_run(tmp_path / "runs", "small", small_server, data, max_steps=12, max_completion_length=64)
+    settings = {"max_steps": 12, "max_completion_length": 64, "report_to": ["tensorboard"]}
+    run = learner_run(tmp_path / "runs", "small", small_server, data, **settings)
     with learner(run, 1) as leader:
         finish(run, leader, 1)
     windows = [line for line in read_jsonl(run.records(1) / "metrics.jsonl") if "loss" in line]
     assert len(windows) == 12
     names = {name for line in windows for name, value in line.items() if isinstance(value, float | int)}
     logged(names - {"step", "time", "attempt"}, MISSING | {"several turns"})
+    assert list((run.trackers / "tensorboard").glob("events.*"))
     assert [line["step"] for line in windows if "verdict" in line], "no window says what holds the run up"
     assert all(isinstance(line["saturation"], str) for line in windows if "saturation" in line)
     assert max(line.get("rollout/concurrency_cap", 0) for line in windows) <= 64

@@ -2,11 +2,13 @@
 
 import json
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 
+from slipstream.learner.checkpoint import RolloutState
 from slipstream.learner.ledger import audit
 from slipstream.run_folder import read_jsonl
 from tests.learner_process import begin_attempt, finish, learner, learner_run, ranks_of, step_of, write_prompts
@@ -41,6 +43,53 @@ def test_killed_half_way_and_resumed_every_prompt_is_settled_exactly_once_per_ep
     assert len(lines) == PROMPTS * EPOCHS
     steps = [line["step"] for line in run.merged_records("metrics.jsonl") if "loss" in line]
     assert steps == list(range(1, steps[-1] + 1)), "the numbering goes on"
+    state = RolloutState.read(run.path / run.fence(attempt)["checkpoint"])
+    generated = [line for line in lines if line["step"] > state.step and line["number"] not in state.split]
+    oldest = [line["versions"][0] for line in generated if line["versions"]]
+    assert min(oldest) >= state.model_version, "what is generated after a resume starts at the resumed version"
+    for line in run.merged_records("metrics.jsonl"):
+        if "loss" in line:
+            assert 0 <= line["sample/staleness_mean"] <= line["sample/staleness_max"] <= 4
+
+
+def kill_during_a_delivery(leader: subprocess.Popen[bytes], server: VllmServer) -> None:
+    """Kill rank 0 while the server is paused for its weights."""
+    (rank,) = [p for p in ranks_of(leader) if p.environ()["RANK"] == "0"]
+    with server.control() as control:
+
+        def caught() -> bool:
+            if not control.is_paused():
+                return False
+            rank.suspend()
+            if control.is_paused():
+                rank.kill()
+                return True
+            rank.resume()
+            return False
+
+        wait_for(caught, "a delivery", 180)
+
+
+def test_killed_during_a_delivery_and_resumed_ends_at_the_same_last_step(
+    vllm_server: VllmServer, tmp_path: Path
+) -> None:
+    data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
+    run = learner_run(tmp_path / "runs", "delivery", vllm_server, data, max_steps=40)
+    with learner(run, 1) as leader:
+        wait_for(lambda: step_of(run) >= 2, "the second step", 180)
+        family = psutil.Process(leader.pid).children(recursive=True)
+        heard = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert heard
+        assert set(heard) <= {"127.0.0.1", "::1"}, "nothing of a learner can be reached from elsewhere"
+        kill_during_a_delivery(leader, vllm_server)
+        wait_for(lambda: leader.poll() is not None, "the end of the learner after a rank was killed")
+    with vllm_server.control() as control:
+        assert control.is_paused(), "nobody resumed it"
+
+    attempt = begin_attempt(run, vllm_server)
+    with learner(run, attempt) as leader:
+        assert finish(run, leader, attempt)["steps"] == 40
+    assert audit(run.merged_records("ledger.jsonl"), PROMPTS) == []
 
 
 def test_killed_half_way_and_resumed_ends_at_the_same_last_step(vllm_server: VllmServer, tmp_path: Path) -> None:

@@ -59,6 +59,16 @@ def test_without_server_info_one_look_at_log_probabilities_decides(
         assert probe(control).max_logprobs == 9
 
 
+def test_a_server_that_a_dead_trainer_left_paused_is_probed_without_a_wait(vllm_server: VllmServer) -> None:
+    with vllm_server.control(timeout_s=20) as control:
+        running = probe(control)
+        control.pause("keep")
+        try:
+            assert probe(control) == running
+        finally:
+            control.resume()
+
+
 def test_progress_counts_generated_tokens(vllm_server: VllmServer) -> None:
     with vllm_server.control() as control:
         before = generated_tokens(control.metrics())

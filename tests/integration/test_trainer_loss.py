@@ -1,6 +1,7 @@
 """The loss and its gradient through the real `Trainer.train()`, one rank and two, against the float64 reference."""
 
 import copy
+import logging
 import os
 import subprocess
 import sys
@@ -11,13 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.learner.checkpoint import RolloutState
 from slipstream.learner.forward import to_tensors, token_terms
+from slipstream.learner.ledger import audit
 from slipstream.learner.router_loss import router_loss
 from slipstream.packing.attention import use_tree_attention
 from slipstream.packing.trie import pack
 from tests import reference
 from tests.learner_cases import CASES, Case, run_case
 from tests.learner_replay import Step, for_reference, replay_config, tiny_model
+from tests.learner_resume import NUM_PROMPTS, new_trainer
 from tests.moe import model_of
 
 pytestmark = pytest.mark.integration
@@ -30,12 +34,15 @@ RANKS = 2
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks did in all cases: one start of torchrun."""
     folder = tmp_path_factory.mktemp("ranks")
+    one = new_trainer(folder / "one", num_steps=4)
+    one.train()
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--rdzv-backend=c10d"]
     command += ["--rdzv-endpoint=127.0.0.1:0", "-m", "tests.standins.learner_ranks", str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return [{**result, "folder": folder, "one_run": (one.steps, one.reports.lines)} for result in results]
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +189,36 @@ def test_router_loss_is_averaged_over_the_rows_of_all_ranks(two_ranks: list[dict
 def test_two_ranks_resume_where_they_stopped(two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
         assert all(torch.equal(rank["whole"][name], value) for name, value in rank["resumed"].items())
+
+
+def assert_goes_on(before: Any, after: Any, checkpoint: Path) -> None:
+    """Steps 3 and 4 of another number of ranks train each sample that steps 1 and 2 did not, from the same weights."""
+    (first, lines), (second, more_lines) = before, after
+    assert len(second) == 2
+    trained = [i for step in [*first[:2], *second] for i in step.samples]
+    assert len(trained) == len(set(trained))
+    assert all(step.samples for step in second)
+    assert audit([line for line in lines if line["step"] <= 2] + more_lines, NUM_PROMPTS) == []
+    assert all(torch.equal(second[0].before[name], value) for name, value in first[2].before.items())
+    assert RolloutState.read(checkpoint).model_version == 2
+
+
+def test_fewer_ranks_go_on_from_a_checkpoint_of_more(
+    two_ranks: list[dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = two_ranks[0]["folder"] / "whole" / "checkpoint-2"
+    trainer = new_trainer(tmp_path, num_steps=4, seed=1)
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert "ranks was 2 at the checkpoint and is 1 now" in caplog.text
+    assert_goes_on(two_ranks[0]["whole_run"], (trainer.steps, trainer.reports.lines), checkpoint)
+
+
+def test_more_ranks_go_on_from_a_checkpoint_of_fewer(two_ranks: list[dict[str, Any]]) -> None:
+    checkpoint = two_ranks[0]["folder"] / "one" / "checkpoint-2"
+    assert_goes_on(two_ranks[0]["one_run"], two_ranks[0]["more_run"], checkpoint)
+    one, other = (rank["more_run"][0][-1].before for rank in two_ranks)
+    assert all(torch.equal(one[name], other[name]) for name in one), "the ranks agree"
 
 
 def test_a_wrong_gradient_would_be_seen(steps_of: Any) -> None:

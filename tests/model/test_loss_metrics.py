@@ -3,13 +3,12 @@
 import math
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from slipstream.learner.feed import PlannedMicroBatch
+from slipstream.learner.plan import PlannedMicroBatch, share_of
 from slipstream.packing.trie import pack
 from tests.learner_replay import ReplayTrainer, for_reference, made_up_group, replay_config, tiny_model
 from tests.reference import policy_log_probs
@@ -82,6 +81,5 @@ def test_a_row_without_samples_has_no_share_in_the_router_loss() -> None:
     """It is met on ranks that got nothing: the mean is over the rows that hold samples."""
     sample = made_up_group(0, 3, 5).samples[0]
     batch = PlannedMicroBatch([pack([sample]), pack([])], sample.num_trained, 1.0)
-    trainer = SimpleNamespace(args=SimpleNamespace(gradient_accumulation_steps=2))
-    share = ReplayTrainer._share(trainer, [batch], 1)  # type: ignore[arg-type]
+    share = share_of([batch], rank=1, accumulation=2)
     assert [(item["num_rows"], item["row"].num_samples) for item in share] == [(1, 0), (1, 0)]

@@ -35,6 +35,7 @@ from slipstream.packing.attention import (
     varlen,
 )
 from slipstream.packing.trie import attention_mask
+from slipstream.preflight_model import PACKED
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -529,6 +530,11 @@ def test_models_that_would_be_wrong_are_refused(model_type: str, reason: str) ->
     ],
 )
 def test_ordinary_decoders_are_not(model_type: str) -> None:
+    check_model(AutoConfig.for_model(model_type))
+
+
+@pytest.mark.parametrize("model_type", sorted(PACKED))
+def test_models_that_preflight_takes_without_a_look_are_not_either(model_type: str) -> None:
     check_model(AutoConfig.for_model(model_type))
 
 

@@ -1,6 +1,6 @@
-"""One rank of torchrun: every case of the loss, a mixture of experts, and a resumed training; what it did is saved as RANK.pt.
+"""One rank of torchrun: every case of the loss, a mixture of experts, and resumed trainings; what it did is saved as RANK.pt.
 
-torchrun … -m tests.standins.learner_ranks FOLDER
+torchrun … -m tests.standins.learner_ranks FOLDER (with a checkpoint of a training of one rank in FOLDER/one)
 """
 
 import os
@@ -22,6 +22,8 @@ def main(folder: Path) -> None:
     whole.train()
     resumed = new_trainer(folder / "resumed", num_steps=4, seed=1)
     resumed.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-2"))
+    more = new_trainer(folder / "more", num_steps=4, seed=1)  # from a training of one rank
+    more.train(resume_from_checkpoint=str(folder / "one" / "checkpoint-2"))
     moe = {coefficient: run_moe(folder / "moe", coefficient) for coefficient in (0.0, 0.125)}
     result = {
         "moe": {coefficient: trainer.steps for coefficient, trainer in moe.items()},
@@ -29,6 +31,8 @@ def main(folder: Path) -> None:
         "steps": steps,
         "whole": snapshot(whole.model),
         "resumed": snapshot(resumed.model),
+        "whole_run": (whole.steps, whole.reports.lines),
+        "more_run": (more.steps, more.reports.lines),
     }
     torch.save(result, folder / f"{os.environ['RANK']}.pt")
     dist.destroy_process_group()

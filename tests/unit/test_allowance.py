@@ -1,18 +1,20 @@
 """How far generation runs ahead: the rule by tables, and the whole pipeline in simulation.
 
-The simulation is of the rollout process only: the real feed, ledger, planner and allowance stand on the trainer's side,
-and the real `may_start` decides in the simulated process. Events happen in random order.
+The simulation is of the rollout process and of when the planning thread gets to work: the real feed, drafts, ledger,
+packing and allowance stand on the trainer's side, and the real `may_start` decides in the simulated process. Events
+happen in random order, the planner's moves among them.
 """
 
 import copy
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.learner.draft import Draft
 from slipstream.learner.feed import SampleFeed
 from slipstream.learner.ledger import Ledger, NothingTrained, audit
 from slipstream.metrics.window import Window
@@ -55,7 +57,7 @@ def test_when_a_group_may_start(finished, in_flight, scoring, mean, allowance, w
 
 
 class Stuck(AssertionError):
-    """The trainer waits and the rollout process can do nothing."""
+    """The trainer waits, and neither the planner nor the rollout process can do anything."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Process:
     version: int = 0
     max_groups: int = 10**9
     allowance: int = 0
-    waits: bool = False
+    awaited: bool = False
     finished_total: int = 0
     sizes: list[int] = field(default_factory=list)
     in_flight: list[tuple[int, int, list]] = field(default_factory=list)
@@ -94,6 +96,7 @@ class Process:
 
     def __post_init__(self):
         self.to_come = list(self.position.numbers(self.end))[::-1]
+        self.planner = SimulatedPlanner(self)
 
     # what the trainer sees
 
@@ -104,21 +107,25 @@ class Process:
     def publish(self, total):
         self.allowance = total
 
+    def step_awaited(self):
+        self.awaited = True
+
     def step_planned(self):
-        self.waits = False
+        self.awaited = False
 
     def take(self):
-        self.happen(self.draw.randint(0, 6))
-        while not self.queue:
-            if not (self.to_come or self.in_flight or self.scoring):
-                return None
-            self.waits = True
-            if not self.event():
-                raise Stuck(f"at version {self.version}: {self.outstanding()}, allowance {self.allowance}")
-        self.waits = False
-        return self.queue.popleft()
+        raise AssertionError("the simulated planner looks into the queue itself")
 
     # what goes on in it
+
+    @property
+    def waits(self):
+        """Whether the trainer waits for a group that is not here yet."""
+        return self.awaited and self.planner.taking and not self.queue
+
+    @property
+    def over(self):
+        return not (self.to_come or self.in_flight or self.scoring or self.queue)
 
     def outstanding(self):
         mean = sum(self.sizes) / len(self.sizes) if self.sizes else None
@@ -136,7 +143,10 @@ class Process:
             and may_start(self.outstanding(), self.allowance, self.waits)
         )
         choices = (
-            [self.start] * can_start + [self.finish] * bool(self.in_flight) + [self.hand_over] * bool(self.scoring)
+            [self.start] * can_start
+            + [self.finish] * bool(self.in_flight)
+            + [self.hand_over] * bool(self.scoring)
+            + [self.planner.move] * self.planner.can_move
         )
         if not choices:
             return False
@@ -190,6 +200,51 @@ class Process:
 
 
 @dataclass
+class SimulatedPlanner:
+    """The planning thread: what it does next happens when the simulation lets it."""
+
+    process: Process
+    draft: Draft | None = None
+    following: Draft | None = None  # takes the place of one that is blocked in `take`
+    begun: bool = False
+
+    def begin(self, draft):
+        if self.taking:
+            self.following = draft
+        else:
+            self.draft, self.begun = draft, False
+
+    @property
+    def taking(self):
+        return self.draft is not None and self.begun and not self.draft.done and self.draft.needs_group
+
+    @property
+    def can_move(self):
+        if self.taking:
+            return bool(self.process.queue) or self.process.over
+        return self.draft is not None and not self.draft.done
+
+    def move(self):
+        if not self.begun:
+            self.begun = True
+            self.draft.begin()
+        elif self.taking:
+            self.draft.add(self.process.queue.popleft() if self.process.queue else None)
+            if self.following is not None:
+                self.draft, self.following, self.begun = self.following, None, False
+        else:
+            self.draft.finish()
+
+    def wait(self, draft):
+        if not (draft.done or draft.has_events or self.process.event()):
+            process = self.process
+            raise Stuck(f"at version {process.version}: {process.outstanding()}, allowance {process.allowance}")
+
+    def close(self):
+        """Nothing runs."""
+
+
+@dataclass
 class Run:
     """A run of the pipeline, with stops and resumes; `lines` are its ledger without what is void."""
 
@@ -207,10 +262,13 @@ class Run:
     crash_after: tuple[int, ...] = ()
     in_order: bool = False
     busy: int = 0  # events while a step is trained, if not random
+    wrong: float = 0.0  # how often the version of the step after is foretold wrongly
+    ahead: bool = True  # whether a step is drafted while the one before is trained
 
     def __post_init__(self):
         self.draw = random.Random(self.seed)
         self.lines: list[dict] = []
+        self.trained: list[tuple[int, int]] = []  # (step, prompt number) of each sample, without what is void
         self.steps = 0
         self.started_while_training = self.started_while_delivering = 0
         self.plans: list = []
@@ -223,6 +281,7 @@ class Run:
         remainder = copy.deepcopy(remainder)
         held = {sample.number for sample in remainder}
         self.lines = [line for line in self.lines if line["step"] <= step]
+        self.trained = [entry for entry in self.trained if entry[0] <= step]
         process = Process(
             self.draw,
             self.mix,
@@ -246,13 +305,15 @@ class Run:
             token_budget=self.budget,
             max_staleness=self.max_staleness,
             warn=lambda message: None,
+            planner=process.planner,
         )
         ledger.restore(remainder)
         feed.hold(remainder)
         ledger.start_at(step)
         feed.open()
-        while (plan := feed.next_step(version)) is not None:
+        while (plan := feed.next_step(version, self.following(step + 1, version))) is not None:
             self.plans.append(plan)
+            assert not process.awaited
             before = len(process.starts)
             process.happen(self.busy or self.draw.randint(0, 10))
             self.started_while_training += len(process.starts) - before
@@ -262,6 +323,7 @@ class Run:
             self.started_while_delivering += len(process.starts) - before
             step += 1
             self.steps += 1
+            self.trained += [(step, sample.number) for sample in plan.samples]
             if step % self.sync_steps == 0:
                 version += 1
                 process.set_version(version)
@@ -275,6 +337,14 @@ class Run:
                 return False
         return True
 
+    def following(self, step: int, version: int) -> int | None:
+        """The version at which the step after `step` will be trained, as the trainer foretells it."""
+        if not self.ahead:
+            return None
+        if self.draw.random() < self.wrong:
+            return version + self.draw.randint(0, 3)
+        return version + (step % self.sync_steps == 0)
+
     def go(self) -> "Run":
         """Through all crashes to the end. An epoch in which everything is dropped may end it early."""
         try:
@@ -285,6 +355,8 @@ class Run:
             assert self.mix.dropped or self.mix.oversize or self.max_staleness == 0
             return self
         assert audit(self.lines, self.prompts, self.epochs) == []
+        often = Counter(number for _, number in self.trained)
+        assert max(often.values(), default=0) <= self.mix.generations, "a group that was split is trained twice"
         return self
 
     def beyond_allowance(self) -> float:
@@ -321,6 +393,8 @@ def runs(draw):
         max_groups=draw(st.sampled_from([1, 2, 10**9])),
         checkpoint_every=every,
         crash_after=tuple(draw(st.lists(st.integers(1, 8), max_size=3))),
+        wrong=draw(st.sampled_from([0.0, 0.0, 0.5])),
+        ahead=draw(st.sampled_from([True, True, False])),
     )
 
 
@@ -335,8 +409,10 @@ def test_the_pipeline_reaches_the_end_of_the_data(run):
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
-def test_no_sample_is_trained_beyond_the_staleness_bound(seed, max_staleness):
-    run = Run(Mix(3, 4, 8), seed, prompts=30, max_staleness=max_staleness).go()
+@pytest.mark.parametrize("wrong", [0.0, 0.5])
+def test_no_sample_is_trained_beyond_the_staleness_bound(seed, max_staleness, wrong):
+    """Nor is one dropped within it, even if a draft was judged for another version than the one it is trained at."""
+    run = Run(Mix(3, 4, 8), seed, prompts=30, max_staleness=max_staleness, wrong=wrong).go()
     assert run.plans
     for version, plan in enumerate(run.plans):  # one sync a step: the policy's version is the number of the step
         assert all(version - sample.oldest_version <= max_staleness for sample in plan.samples)
@@ -359,7 +435,7 @@ def test_with_staleness_most_is_generated_while_a_step_is_trained_and_hardly_any
     """About ten groups a step, in order: the step after next is on its way while one is trained."""
     run = Run(Mix(2, 5, 5), seed, prompts=200, max_staleness=max_staleness, budget=100, in_order=True, busy=100).go()
     assert run.started_while_training > 100
-    assert run.outcome(STALE) <= 8
+    assert run.outcome(STALE) <= 12, "of 400"
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -1,6 +1,7 @@
 """Checkpoints that are complete or do not exist."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from slipstream.learner.checkpoint import (
     seal,
     verify,
 )
+from slipstream.learner.ledger import History
 from slipstream.rollout.setup import Position
 from slipstream.run_folder import RunFolder
 from tests.samples import make_sample
@@ -38,6 +40,9 @@ STATE = RolloutState(
     rewards=["r"],
     loop="m:C",
     loop_state={"seen": 3},
+    settings={"max_steps": 7},
+    outcomes={"1": {"trained": 3}},
+    split={"12": {"row": 4, "outcomes": {"trained": 1}, "versions": [2]}},
 )
 
 
@@ -160,6 +165,17 @@ def test_the_rollout_state_comes_back(tmp_path):
     STATE.write(tmp_path)
     assert RolloutState.read(tmp_path) == STATE
     assert STATE.position == Position(12, frozenset({13, 15}))
+    assert STATE.history == History({1: {"trained": 3}}, {12: STATE.split["12"]})
+
+
+def test_a_state_of_an_older_version_is_read(tmp_path):
+    STATE.write(tmp_path)
+    value = json.loads((tmp_path / STATE_FILE).read_text())
+    for name in ("settings", "outcomes", "split"):
+        del value[name]
+    (tmp_path / STATE_FILE).write_text(json.dumps(value))
+    state = RolloutState.read(tmp_path)
+    assert (state.history, state.settings, state.position) == (None, {}, STATE.position)
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path):

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.rollout.concurrency import ConcurrencyCap, ServerLoad
+from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.server_load import parse_load
 
 
@@ -25,6 +26,23 @@ def load(usage, waiting=0):
 )
 def test_where_it_starts(limit, group, kv_tokens, max_model_len, expected):
     assert ConcurrencyCap(limit, group, kv_tokens, max_model_len).cap == expected
+
+
+def test_the_server_is_asked_every_five_seconds():
+    assert AsyncRolloutLoop.server_poll_s == 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vllm:kv_cache_usage_perc 0.",
+        "vllm:kv_cache_usage_perc 1e",
+        "vllm:kv_cache_usage_perc nan",
+        "vllm:kv_cache_usage_perc{eng",
+    ],
+)
+def test_metrics_cut_short_on_the_way_are_no_load_or_a_number(text):
+    assert parse_load(text) in (None, ServerLoad(0.0, 0, 0, 0))
 
 
 @pytest.mark.parametrize(

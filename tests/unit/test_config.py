@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -11,77 +12,22 @@ import pytest
 from transformers import TrainingArguments
 
 from slipstream.config import AsyncGRPOConfig
-from slipstream.run_config import TrainerSection
+from slipstream.preflight import without_effect
+from slipstream.run_config import RunConfig, TrainerSection
+from tests.page_signature import FACTORY, PAGE
 
 ROOT = Path(__file__).resolve().parents[2]
+FIELDS = {f.name: f for f in dataclasses.fields(AsyncGRPOConfig)}
 
-# the specification page's signature: the fields of the algorithm
-OWN = {
-    "model_init_kwargs": None,
-    "dtype": "float32",
-    "trust_remote_code": False,
-    "router_aux_loss_coef": None,
-    "num_generations": 8,
-    "max_completion_length": 2048,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": None,
-    "chat_template_kwargs": None,
-    "max_tool_calling_iterations": None,
-    "vllm_server_base_url": "http://localhost:8000",
-    "vllm_server_timeout": 1800.0,
-    "epsilon": 0.2,
-    "epsilon_high": None,
-    "score_centering": True,
-    "vllm_importance_sampling_clip_min": 0.5,
-    "vllm_importance_sampling_clip_max": 5.0,
-    "num_sampler_logprobs": 8,
-    "token_budget": None,
-    "max_concurrent_rollouts": 512,
-    "max_staleness": 4,
-    "weight_sync_steps": 1,
-    "rollout_worker_timeout": 300.0,
-    "log_completions": False,
-    "num_completions_to_print": None,
-}
-# and those of TrainingArguments, where a value says anything; the second group differs from transformers' own
-INHERITED = {
-    "per_device_train_batch_size": 8,
-    "num_train_epochs": 3.0,
-    "max_steps": -1,
-    "lr_scheduler_kwargs": None,
-    "warmup_steps": 0,
-    "optim": "adamw_torch_fused",
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "gradient_accumulation_steps": 1,
-    "average_tokens_across_devices": True,
-    "max_grad_norm": 1.0,
-    "label_smoothing_factor": 0.0,
-    "fp16": False,
-    "use_liger_kernel": False,
-    "logging_strategy": "steps",
-    "logging_first_step": False,
-    "report_to": "none",
-    "eval_strategy": "no",
-    "save_strategy": "steps",
-    "save_steps": 500,
-    "save_total_limit": None,
-    "seed": 42,
-    "remove_unused_columns": True,
-    "train_sampling_strategy": "random",
-    "full_determinism": False,
-    "use_cpu": False,
-} | {
-    "learning_rate": 1e-6,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "gradient_checkpointing": True,
-    "bf16": None,
-    "ignore_data_skip": True,
+# beyond the page: a newer release's name for an argument, and where the run is
+BEYOND_THE_PAGE = {
+    "activation_checkpointing",
+    "activation_checkpointing_kwargs",
+    "vllm_server_token_file",
+    "record_samples",
+    "reward_timeout",
+    "run_dir",
+    "attempt",
 }
 
 
@@ -96,41 +42,60 @@ def plain(value):
     return getattr(value, "value", value)
 
 
-@pytest.mark.parametrize(("name", "default"), [*OWN.items(), *INHERITED.items()])
-def test_a_default_is_the_specification_s(name, default):
-    field = {f.name: f for f in dataclasses.fields(AsyncGRPOConfig)}[name]
-    assert plain(field.default) == default
-    assert type(plain(field.default)) is type(default) or isinstance(default, (int, float))
+def kinds(annotation):
+    """The members of a union, in the page's spelling."""
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return {part.replace("dict[str, typing.Any]", "dict") for part in text.split(" | ")}
+
+
+@pytest.mark.parametrize("name", PAGE)
+def test_type_and_default_are_the_specification_s(name):
+    field, (kind, default) = FIELDS[name], PAGE[name]
+    assert kinds(field.type) == kinds(kind)
+    if default is FACTORY:
+        assert field.default is dataclasses.MISSING
+    else:
+        assert plain(field.default) == default
+        assert type(plain(field.default)) is type(default) or isinstance(default, (int, float))
+
+
+def test_no_field_is_missing_and_none_is_added_unseen():
+    assert set(FIELDS) - set(PAGE) == BEYOND_THE_PAGE
+    assert set(PAGE) <= set(FIELDS)
 
 
 def test_after_construction_too():
-    config = make()
-    decided = {"bf16": True, "epsilon_high": 0.2, "report_to": [], "use_cpu": True}
-    for name, default in (OWN | INHERITED | decided).items():
-        assert plain(getattr(config, name)) == default, name
+    """But for what transformers and the page derive from others."""
+    derived = {
+        "output_dir": "trainer_output",
+        "bf16": True,
+        "epsilon_high": 0.2,
+        "report_to": [],
+        "use_cpu": True,
+        "debug": [],
+        "include_for_metrics": [],
+        "ddp_find_unused_parameters": False,
+        "dataloader_pin_memory": False,  # on CPU
+        "disable_tqdm": False,
+    }
+    config = make(disable_tqdm=False)
+    for name, (_, default) in PAGE.items():
+        if name not in ("accelerator_config", "local_rank"):
+            assert plain(getattr(config, name)) == derived.get(name, default), name
 
 
 def test_every_own_field_has_a_help_text():
-    for field in dataclasses.fields(AsyncGRPOConfig):
-        if field.name in OWN:
-            assert field.metadata.get("help"), field.name
-
-
-def test_it_adds_nothing_else_but_where_the_run_is():
-    own = {f.name for f in dataclasses.fields(AsyncGRPOConfig)} - {
-        f.name for f in dataclasses.fields(TrainingArguments)
-    }
-    assert own - set(OWN) == {"vllm_server_token_file", "reward_timeout", "run_dir", "attempt"}
-    assert set(OWN) <= own
+    inherited = {f.name for f in dataclasses.fields(TrainingArguments)}
+    for name, field in FIELDS.items():
+        assert name in inherited or field.metadata.get("help"), name
 
 
 def test_the_configuration_file_has_the_same_defaults():
     """For every name that both have."""
-    fields = {f.name: f for f in dataclasses.fields(AsyncGRPOConfig)}
-    common = [name for name in TrainerSection.model_fields if name in fields and name != "report_to"]
+    common = [name for name in TrainerSection.model_fields if name in FIELDS and name != "report_to"]
     assert len(common) > 25
     for name in common:
-        assert plain(fields[name].default) == TrainerSection.model_fields[name].default, name
+        assert plain(FIELDS[name].default) == TrainerSection.model_fields[name].default, name
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, True), ({"bf16": False}, False), ({"fp16": True}, False)])
@@ -150,40 +115,50 @@ def test_dictionaries_may_be_json():
     assert make(chat_template_kwargs='{"enable_thinking": false}').chat_template_kwargs == {"enable_thinking": False}
 
 
-class Parallelism:
-    """What transformers reads of accelerate's ParallelismConfig."""
-
-    def __init__(self, **sizes):
-        self.cp_size = self.sp_size = 1
-        self.__dict__.update(sizes)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_generations": 1}, ["num_generations=1", "at least 2"]),
-        ({"temperature": 0.0}, ["temperature=0.0", "0.01"]),
-        ({"temperature": 0.009}, ["temperature=0.009", "0.01"]),
-        ({"top_p": 0.0}, ["top_p=0.0", "(0, 1]"]),
-        ({"top_p": 1.1}, ["top_p=1.1", "(0, 1]"]),
-        ({"top_p": 0.9}, ["top_p=0.9", "top_k"]),
-        ({"min_p": 0.1}, ["min_p=0.1", "top_k"]),
-        ({"max_completion_length": 0}, ["max_completion_length=0", "1 or more"]),
-        ({"max_concurrent_rollouts": 0}, ["max_concurrent_rollouts=0", "1 or more"]),
-        ({"token_budget": 0}, ["token_budget=0", "1 or more"]),
-        ({"num_sampler_logprobs": 0}, ["num_sampler_logprobs=0", "score_centering=False"]),
-        ({"max_staleness": -1}, ["max_staleness=-1", "0 or more"]),
-        ({"weight_sync_steps": 0}, ["weight_sync_steps=0", "1 or more"]),
-        (
-            {"vllm_importance_sampling_clip_min": 6.0},
-            ["vllm_importance_sampling_clip_min=6.0", "vllm_importance_sampling_clip_max=5.0"],
-        ),
-        ({"use_liger_kernel": True}, ["use_liger_kernel", "False"]),
-        ({"ignore_data_skip": False}, ["ignore_data_skip", "rollout_state.json"]),
-        ({"auto_find_batch_size": True}, ["auto_find_batch_size", "token_budget"]),
-        ({"label_smoothing_factor": 0.1}, ["label_smoothing_factor", "0"]),
-        ({"train_sampling_strategy": "group_by_length"}, ["group_by_length", "'random' or 'sequential'"]),
-        ({"deepspeed": {"zero_optimization": {}}}, ["deepspeed", "fsdp"]),
+        ({"dtype": "fp8"}, ["dtype = 'fp8'", "'float32'"]),
+        ({"router_aux_loss_coef": -0.1}, ["router_aux_loss_coef = -0.1", "at least 0", "0: off"]),
+        ({"num_generations": 1}, ["num_generations = 1", "at least 2"]),
+        ({"temperature": 0.0}, ["temperature = 0.0", "at least 0.01", "ratio does not exist"]),
+        ({"temperature": 0.009}, ["temperature = 0.009", "at least 0.01"]),
+        ({"top_p": 0.0}, ["top_p = 0.0", "above 0 and at most 1"]),
+        ({"top_p": 1.1}, ["top_p = 1.1", "above 0 and at most 1"]),
+        ({"top_p": 0.9}, ["top_p = 0.9", "top_k = 512"]),
+        ({"min_p": 0.1}, ["min_p = 0.1", "top_k = 512"]),
+        ({"min_p": 1.1}, ["min_p = 1.1", "at least 0 and at most 1"]),
+        ({"top_k": -1}, ["top_k = -1", "at least 0", "0: off"]),
+        ({"max_completion_length": 0}, ["max_completion_length = 0", "at least 1"]),
+        ({"max_concurrent_rollouts": 0}, ["max_concurrent_rollouts = 0", "at least 1"]),
+        ({"max_concurrent_rollouts": 7}, ["max_concurrent_rollouts = 7", "num_generations = 8", "raise it"]),
+        ({"max_tool_calling_iterations": 0}, ["max_tool_calling_iterations = 0", "at least 1", "None"]),
+        ({"token_budget": 0}, ["token_budget = 0", "at least 1"]),
+        ({"epsilon": 0.0}, ["epsilon = 0.0", "above 0 and below 1"]),
+        ({"epsilon": 1.0}, ["epsilon = 1.0", "above 0 and below 1"]),
+        ({"epsilon_high": 0.0}, ["epsilon_high = 0.0", "above 0"]),
+        ({"num_sampler_logprobs": 0}, ["num_sampler_logprobs = 0", "score_centering = false"]),
+        ({"num_sampler_logprobs": -1, "score_centering": False}, ["num_sampler_logprobs = -1", "at least 0"]),
+        ({"max_staleness": -1}, ["max_staleness = -1", "at least 0"]),
+        ({"weight_sync_steps": 0}, ["weight_sync_steps = 0", "at least 1"]),
+        ({"vllm_importance_sampling_clip_min": 6.0}, ["vllm_importance_sampling_clip_min = 6.0", "at most 1"]),
+        ({"vllm_importance_sampling_clip_max": 0.5}, ["vllm_importance_sampling_clip_max = 0.5", "at least 1"]),
+        ({"vllm_server_timeout": 0.0}, ["vllm_server_timeout = 0.0", "above 0", "Seconds"]),
+        ({"rollout_worker_timeout": 0.0}, ["rollout_worker_timeout = 0.0", "above 0", "Seconds"]),
+        ({"reward_timeout": 0.0}, ["reward_timeout = 0.0", "above 0", "Seconds"]),
+        ({"vllm_server_base_url": "localhost:8000"}, ["vllm_server_base_url = 'localhost:8000'", "http://"]),
+        ({"num_completions_to_print": 0, "log_completions": True}, ["num_completions_to_print = 0", "at least 1"]),
+        ({"max_steps": 0}, ["max_steps = 0", "set it to -1"]),
+        ({"max_steps": -2}, ["max_steps = -2", "at least -1"]),
+        ({"num_train_epochs": 0.0}, ["num_train_epochs = 0.0", "above 0"]),
+        ({"learning_rate": 0.0}, ["learning_rate = 0.0", "above 0"]),
+        ({"warmup_steps": -1}, ["warmup_steps = -1", "at least 0"]),
+        ({"adam_beta1": 1.0}, ["adam_beta1 = 1.0", "below 1"]),
+        ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps = 0", "at least 1"]),
+        ({"save_total_limit": 0}, ["save_total_limit = 0", "at least 1"]),
+        ({"seed": -1}, ["seed = -1", "at least 0"]),
+        ({"bf16": True, "fp16": True}, ["bf16 = True", "set one of them to false"]),
+        ({"temperature": "hot"}, ["temperature = 'hot'", "must be a number"]),
     ],
 )
 def test_a_refusal_names_the_key_the_value_and_the_way_out(changes, words):
@@ -191,16 +166,6 @@ def test_a_refusal_names_the_key_the_value_and_the_way_out(changes, words):
         make(**changes)
     for word in words:
         assert word in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
-def test_sequence_parallelism_is_refused(name):
-    config = make()
-    config.parallelism_config = Parallelism(**{name: 2})
-    with pytest.raises(ValueError, match=name):
-        config._check()
-    config.parallelism_config = Parallelism()
-    config._check()
 
 
 @pytest.mark.parametrize(
@@ -211,8 +176,12 @@ def test_sequence_parallelism_is_refused(name):
         {"min_p": 0.1, "top_k": 512},
         {"min_p": 0.0},
         {"max_staleness": 0},
+        {"max_staleness": 0, "weight_sync_steps": 4},
         {"num_sampler_logprobs": 0, "score_centering": False},
         {"train_sampling_strategy": "sequential"},
+        {"max_concurrent_rollouts": 8},
+        {"max_grad_norm": 0.0},
+        {"num_train_epochs": 0.5},
     ],
 )
 def test_what_lies_on_the_border_is_accepted(changes):
@@ -220,13 +189,41 @@ def test_what_lies_on_the_border_is_accepted(changes):
     assert {name: getattr(config, name) for name in changes} == changes
 
 
-def test_a_schedule_that_decays_needs_a_number_of_steps():
-    with pytest.warns(UserWarning, match="linear without max_steps"):
-        AsyncGRPOConfig(use_cpu=True, lr_scheduler_type="linear")
+# accepted, but said: (what is set, key, words)
+REMARKS = [
+    ({"max_steps": 10, "num_train_epochs": 2.0}, "num_train_epochs", "is not used: max_steps = 10 decides"),
+    (
+        {"max_steps": 10, "warmup_steps": 10, "lr_scheduler_type": "constant_with_warmup"},
+        "warmup_steps",
+        "training ends before the warm-up does: max_steps = 10",
+    ),
+    ({"epsilon_high": 0.1}, "epsilon_high", "is below epsilon = 0.2"),
+    ({"num_sampler_logprobs": 4, "score_centering": False}, "num_sampler_logprobs", "leave it out"),
+    ({"token_budget": 2048}, "token_budget", "lower max_completion_length"),
+    ({"num_completions_to_print": 4}, "num_completions_to_print", "set log_completions = true"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key", "words"), REMARKS)
+def test_what_has_no_effect_is_said(changes, key, words):
+    with pytest.warns(UserWarning, match=re.escape(f"{key} = {changes[key]}: ")) as caught:
+        AsyncGRPOConfig(use_cpu=True, **changes)
+    assert [words in str(warning.message) for warning in caught] == [True]
+
+
+@pytest.mark.parametrize(("changes", "key", "words"), REMARKS)
+def test_a_configuration_file_says_it_before_anything_is_started(changes, key, words):
+    config = RunConfig(model={"name": "m"}, data={"source": "d"}, trainer=changes)
+    [problem] = without_effect(config)
+    assert (problem.key, problem.value, problem.severity) == (f"trainer.{key}", changes[key], "warning")
+    assert words in problem.message
+
+
+def test_the_defaults_say_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        AsyncGRPOConfig(use_cpu=True, lr_scheduler_type="linear", max_steps=10)
         AsyncGRPOConfig(use_cpu=True)
+    assert not without_effect(RunConfig(model={"name": "m"}, data={"source": "d"}))
 
 
 @dataclasses.dataclass

@@ -83,6 +83,11 @@ def test_the_example_in_the_message_is_valid(tmp_path: Path) -> None:
         ("trainer={bf16=true,fp16=true}", "trainer.bf16", "= true: excludes fp16 = true"),
         ("trainer.max_steps=0", "trainer.max_steps", "= 0: trains nothing: set it to -1"),
         ("trainer.lr_scheduler_type=cosine", "trainer.lr_scheduler_type", "needs max_steps of at least 1"),
+        ("trainer.warmup_steps=5", "trainer.warmup_steps", "= 5: the constant schedule has no warm-up"),
+        ("trainer.max_concurrent_rollouts=4", "trainer.max_concurrent_rollouts", "num_generations = 8"),
+        ("trainer.num_sampler_logprobs=0", "trainer.num_sampler_logprobs", "or set score_centering = false"),
+        ("trainer.eval_steps=5", "trainer.eval_steps", "= 5: needs held-out prompts: set data.eval_source"),
+        ("data.eval_size=5", "data.eval_size", "= 5: needs data.eval_source"),
         ('server.environment=["A=1","b"]', "server.environment", '= ["b"]: each entry must be "NAME=VALUE"'),
         ("server.tensor_parallel_size=2", "server.tensor_parallel_size", "= 2: is more than gpus = 1"),
         ("learner.gpus=2", "learner.processes_per_node", "= 1: differs from gpus = 2"),
@@ -216,7 +221,7 @@ text_values = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_
 def test_dump_and_load_round_trip(name, source, paths, rate, eval_steps, bf16, seed) -> None:  # type: ignore[no-untyped-def]
     config = RunConfig(
         model={"name": name},
-        data={"source": source},
+        data={"source": source, "eval_source": source},
         reward={"paths": paths},
         trainer={"learning_rate": rate, "eval_steps": eval_steps, "bf16": bf16, "seed": seed},
     )

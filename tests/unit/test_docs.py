@@ -1,5 +1,6 @@
 """The documentation says what the code does."""
 
+import re
 from pathlib import Path
 
 from slipstream.config_reference import reference
@@ -16,3 +17,21 @@ def test_the_configuration_page_is_made_from_the_model() -> None:
 def test_the_metrics_page_is_made_from_the_registry() -> None:
     page = (DOCS / "metrics.md").read_text()
     assert page == metrics_reference(), "run: python -m slipstream.metrics.reference > docs/metrics.md"
+
+
+def test_the_tests_that_the_algorithm_s_page_names_are_there() -> None:
+    page = (DOCS / "async_grpo.md").read_text()
+    rows = re.findall(r"^\| \d+ \|.*$", page, re.MULTILINE)
+    assert {int(row.split("|")[1]) for row in rows} == set(range(1, 14)), "one row at least for each part"
+    folders = {"U": "unit", "M": "model", "I": "integration"}
+    named = 0
+    for row in rows:
+        folder = None
+        for word in re.findall(r"\b[UMI](?= `test_)|`test_\w+\.py`", row):
+            if word in folders:
+                folder = folders[word]
+            else:
+                assert folder, row
+                assert (DOCS.parent / "tests" / folder / word.strip("`")).is_file(), f"{folder}/{word}"
+                named += 1
+    assert named > 50

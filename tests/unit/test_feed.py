@@ -3,6 +3,8 @@
 from collections import deque
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slipstream.learner.feed import SampleFeed
 from slipstream.learner.ledger import Ledger
@@ -26,6 +28,9 @@ class Listed:
 
     def publish(self, total):
         self.published.append(total)
+
+    def step_awaited(self):
+        """A list waits for nothing."""
 
     def step_planned(self):
         self.published.append("planned")
@@ -136,3 +141,38 @@ def test_an_unscored_sample_does_not_hide_the_reward_of_the_others():
     feed, *_, window = feed_of([result])
     feed.next_step(0)
     assert window.reduce()["reward_kept"] == pytest.approx(0.5)
+
+
+# ---- what is measured
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=7), min_size=1, max_size=6), st.integers(1, 3))
+def test_the_share_of_untrained_tokens_is_of_what_is_forwarded(forest, prompt):
+    """Samples that share tokens train one forwarded token several times: it is still one."""
+    samples = [make_sample(ids[: min(prompt, len(ids) - 1)], ids[min(prompt, len(ids) - 1) :]) for ids in forest]
+    for sample in samples:
+        sample.cost = len(sample)
+    feed, *_, window = feed_of([make_result(0, samples, 100)], budget=100)
+    feed.next_step(0)
+    values = window.reduce()
+    # by paths: a forwarded token is a path with the token after it, and a leaf for each sample
+    forwarded = {tuple(ids[: i + 2]) for ids in forest for i in range(len(ids) - 1)}
+    training = {
+        tuple(sample.input_ids[: i + 1].tolist())
+        for sample in samples
+        for i in range(1, len(sample))
+        if sample.trained[i]
+    }
+    tokens = len(forwarded) + len(forest)
+    assert values["batch/forwarded_tokens_per_step"] == tokens
+    assert values["batch/masked_token_frac"] == pytest.approx(1 - len(training) / tokens)
+    assert 0 <= values["batch/masked_token_frac"] < 1
+
+
+def test_the_wait_for_the_end_belongs_to_no_step():
+    feed, *_, window = feed_of([group(0, 8)])
+    assert feed.next_step(0) is not None
+    window.reduce()
+    assert feed.next_step(1) is None
+    assert "perf/rollout_wait_s" not in window.reduce()

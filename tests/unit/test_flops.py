@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from slipstream.learner.feed import PlannedMicroBatch, StepPlan
+from slipstream.learner.plan import PlannedMicroBatch, StepPlan
 from slipstream.learner.speed import SpeedMeter
 from slipstream.metrics.flops import FlopCount, peak_flops
 from slipstream.packing.trie import pack

@@ -2,11 +2,12 @@
 
 import queue
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from slipstream.learner.inbox import Inbox
+from slipstream.learner.inbox import Inbox, InboxError
 from slipstream.rollout.types import EndOfData, EvalResult
 from slipstream.rollout.worker import RolloutWorkerError
 from tests.samples import make_result, make_sample
@@ -61,19 +62,56 @@ def test_groups_in_order_then_the_end(worker, inbox, arrived):
     assert [group.number for group in arrived] == [0, 1]
 
 
-def test_the_rollout_process_is_told_that_the_trainer_waits_until_something_comes(worker, inbox):
+def becomes(condition, what):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("first", ["the planner", "the trainer"])
+def test_the_rollout_process_is_told_that_the_trainer_waits_until_something_comes(worker, inbox, first):
+    if first == "the trainer":
+        inbox.step_awaited()
     later = in_thread(inbox.take)
     assert worker.checked.wait(30)
-    assert worker.trainer_waits.value == 1
+    if first == "the planner":
+        assert worker.trainer_waits.value == 0, "a step is trained while the next is planned"
+        inbox.step_awaited()
+    becomes(lambda: worker.trainer_waits.value == 1, "the trainer waits, and nothing has arrived")
     worker.rollouts.put(result(3))
     assert later.get(timeout=30).number == 3
     assert worker.trainer_waits.value == 0
 
 
+def test_a_trainer_that_waits_for_a_plan_of_what_is_here_lets_nothing_start(worker, inbox):
+    inbox.step_awaited()
+    assert worker.trainer_waits.value == 0
+    worker.rollouts.put(result(0))
+    assert inbox.take().number == 0
+    assert worker.trainer_waits.value == 0
+
+
 def test_a_planned_step_waits_for_nothing(worker, inbox):
-    worker.trainer_waits.value = 1
+    inbox.step_awaited()
+    later = in_thread(inbox.take)
+    becomes(lambda: worker.trainer_waits.value == 1, "the trainer waits")
     inbox.step_planned()
     assert worker.trainer_waits.value == 0
+    worker.rollouts.put(EndOfData(0))
+    assert later.get(timeout=30) is None
+
+
+def test_closing_ends_a_take(worker, inbox):
+    def take():
+        with pytest.raises(InboxError, match="closed"):
+            inbox.take()
+        return True
+
+    later = in_thread(take)
+    assert worker.checked.wait(30)
+    inbox.close()
+    assert later.get(timeout=30)
 
 
 def test_a_failure_of_the_process_ends_the_waiting(worker, inbox):
@@ -84,10 +122,9 @@ def test_a_failure_of_the_process_ends_the_waiting(worker, inbox):
         inbox.answer("evaluate", 1)
 
 
-def test_groups_that_came_before_a_failure_are_still_there(worker, inbox, arrived):
+def test_groups_that_came_before_a_failure_are_still_there(worker, inbox):
     worker.rollouts.put(result(0))
-    while not arrived:
-        worker.checked.wait(0.01)
+    becomes(lambda: inbox.num_samples, "a group")
     worker.error = RolloutWorkerError("it died")
     assert inbox.take().number == 0
 
@@ -100,12 +137,10 @@ def test_answers_find_their_request(worker, inbox):
     assert inbox.answer("state", 2) == {"b": 1}
 
 
-def test_waiting_samples_are_counted(worker, inbox, arrived):
+def test_waiting_samples_are_counted(worker, inbox):
     worker.rollouts.put(result(0))
     worker.rollouts.put(result(1))
-    while len(arrived) < 2:
-        worker.checked.wait(0.01)
-    assert inbox.num_samples == 4
+    becomes(lambda: inbox.num_samples == 4, "two groups of two")
 
 
 def test_the_allowance_is_published(worker, inbox):

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from slipstream.learner.ledger import Ledger, NothingTrained, audit
+from slipstream.learner.plan import StepPlan
 from slipstream.rollout.setup import Position
 from slipstream.rollout.types import OVERSIZE, STALE, TRAINED, ZERO_STD
 from tests.samples import make_result, make_sample
@@ -15,6 +16,11 @@ from tests.samples import make_result, make_sample
 def group(number, count, length=10, dropped=None, version=0):
     samples = [make_sample([1], [2], number=number, version=version) for _ in range(count)]
     return samples, make_result(number, samples, length, dropped)
+
+
+def versions(samples):
+    """The oldest versions by prompt, as a plan has them."""
+    return StepPlan([], samples).oldest_versions
 
 
 def ledger(length=10, position=None):
@@ -27,12 +33,12 @@ def test_a_prompt_is_settled_by_the_step_that_trains_its_last_sample():
     samples, result = group(0, 3, version=4)
     samples[2].versions[:] = 6
     book.arrived(result)
-    book.in_step(samples[:2])
+    book.in_step(versions(samples[:2]))
     assert lines == [], "a step that has not finished settles nothing"
     book.step_finished()
     assert lines == []
     assert book.partly_trained() == {0}
-    book.in_step(samples[2:])
+    book.in_step(versions(samples[2:]))
     book.step_finished()
     assert lines == [
         {"number": 0, "epoch": 0, "prompt": 0, "row": 0, "outcomes": {TRAINED: 3}, "step": 2, "versions": [4, 6]}
@@ -58,7 +64,7 @@ def test_outcomes_of_one_prompt_add_up():
     book.dropped(samples[0], STALE)
     book.dropped(samples[1], OVERSIZE)
     assert book.partly_trained() == set()
-    book.in_step([samples[2]])
+    book.in_step(versions([samples[2]]))
     book.step_finished()
     assert lines[0]["outcomes"] == {"failed": 1, STALE: 1, OVERSIZE: 1, TRAINED: 1}
 
@@ -77,7 +83,7 @@ def test_a_restored_remainder_settles_its_prompt_and_survives_a_second_checkpoin
     samples, _ = group(2, 2)
     book.restore(samples)
     assert book.partly_trained() == {2}, "its other samples were trained before the resume"
-    book.in_step(samples[:1])
+    book.in_step(versions(samples[:1]))
     book.step_finished()
     assert (lines, book.partly_trained()) == ([], {2})
     book.dropped(samples[1], STALE)
@@ -95,7 +101,7 @@ def test_one_trained_sample_in_the_epoch_is_enough():
     book, lines = ledger(length=2)
     samples, result = group(0, 1, 2)
     book.arrived(result)
-    book.in_step(samples)
+    book.in_step(versions(samples))
     book.step_finished()
     book.arrived(group(1, 0, 2, {ZERO_STD: 4})[1])
     assert len(lines) == 2
@@ -127,7 +133,7 @@ def test_any_interleaving_settles_each_prompt_exactly_once(seed):
                 book.dropped(waiting.pop(draw.randrange(len(waiting))), STALE)
         elif action == "train" and waiting:
             in_step.append(waiting.pop(draw.randrange(len(waiting))))
-            book.in_step(in_step[-1:])
+            book.in_step(versions(in_step[-1:]))
         elif action == "finish":
             book.step_finished()
             expected[TRAINED] += len(in_step)

@@ -594,7 +594,7 @@ def test_set_up_and_closed_also_after_a_failure(failing):
         fails(harness, RewardError, "boom")
     else:
         all_results(harness)
-    assert Lifecycle.events == [{"x": 1}, "setup", "close"]
+    assert Lifecycle.events == ["setup", {"x": 1}, "close"]
 
 
 # ---- commands

@@ -5,19 +5,23 @@ import json
 import logging
 import queue
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import TrainerCallback
 
 from slipstream.config import AsyncGRPOConfig
 from slipstream.learner.completions import print_completions
+from slipstream.learner.feed import SampleFeed
 from slipstream.learner.inbox import Inbox
-from slipstream.learner.ledger import NothingTrained
+from slipstream.learner.ledger import Ledger, NothingTrained
 from slipstream.learner.narrator import Narrator
+from slipstream.learner.replay import ReplaySource
 from slipstream.learner.reporter import Reporter
 from slipstream.metrics.verdict import Limits
+from slipstream.metrics.window import Window
+from slipstream.rollout.setup import Position
 from slipstream.rollout.types import ZERO_STD, EndOfData, GroupResult
 from slipstream.run_folder import RunFolder, read_jsonl
 from tests.learner_replay import ReplayTrainer, made_up_group, replay_config, tiny_model
@@ -51,6 +55,14 @@ def test_a_window_without_a_step_is_judged_by_how_long_it_has_waited() -> None:
     texts = Narrator(LIMITS).window({"rollout/backpressure_s": 0.0, "frac_reward_zero_std": 1.0, "reward": 0.0}, 60.0)
     assert "training waits 100% of the time" in texts["verdict"]
     assert "see the saturation diagnosis" in texts["verdict"]
+
+
+def test_each_window_has_a_verdict_though_the_rollout_process_reports_less_often() -> None:
+    narrator = Narrator(LIMITS)
+    held = {"rollout/backpressure_s": 3.0, "rollout/backpressure_frac": 0.6}
+    short = {"perf/step_s": 0.5, "perf/rollout_wait_s": 0.0}
+    found = [narrator.window(values)["verdict"].split(":")[0] for values in (SLOW, short, {**short, **held}, short)]
+    assert found == ["generation-bound", "balanced", "trainer-bound", "trainer-bound"]
 
 
 def test_nothing_is_said_of_what_was_not_measured() -> None:
@@ -88,12 +100,40 @@ def replayed(tmp_path: Path, groups, **changes) -> tuple[ReplayTrainer, list]:
     return trainer, trainer.reporter.windows
 
 
-def test_a_run_without_a_step_speaks_all_the_same(tmp_path: Path) -> None:
+class OneByOne(ReplaySource):
+    """A dropped group comes when the trainer waits, and whatever is next once the trainer has spoken of it."""
+
+    windows: list[tuple[int, dict, dict]]
+    awaited: threading.Event
+    handed_out = 0
+
+    def take(self) -> GroupResult | None:
+        end = time.monotonic() + 60
+        while sum("loss" not in w[1] and "frac_reward_zero_std" in w[1] for w in self.windows) < self.handed_out:
+            assert time.monotonic() < end, "nothing was said"
+            time.sleep(0.001)
+        group = super().take()
+        if group is not None and not group.samples:
+            self.handed_out += 1
+            assert self.awaited.wait(60)
+        return group
+
+    def step_awaited(self) -> None:
+        self.awaited.set()
+
+    def step_planned(self) -> None:
+        self.awaited.clear()
+
+
+def test_a_run_without_a_step_speaks_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps' worth of groups, then five that are dropped, then more to train; the interval is over at once."""
     groups = [made_up_group(number, 3, 5, 12) for number in range(12)]
     groups[4:9] = [all_wrong(number, 12) for number in range(4, 9)]
     trainer, windows = replayed(tmp_path, groups)
     trainer.speak_after_s = 0.0
+    monkeypatch.setattr(OneByOne, "windows", windows, raising=False)
+    monkeypatch.setattr(OneByOne, "awaited", threading.Event(), raising=False)
+    monkeypatch.setattr("slipstream.learner.replay.ReplaySource", OneByOne)
     trainer.train()
     silent = [
         (step, values, texts)
@@ -129,33 +169,6 @@ def test_an_epoch_without_a_trained_sample_raises_with_the_diagnosis(tmp_path: P
         match=r"zero_std: 15(?s:.*)stuck at the bottom: 100% of the groups(?s:.*)raise max_completion_length",
     ):
         trainer.train()
-
-
-class Integration(TrainerCallback):
-    """What `report_to` stands for: a callback that gets the logs."""
-
-    def __init__(self) -> None:
-        self.logs: list[tuple[int, dict]] = []
-
-    def on_log(self, args, state, control, logs, **kwargs) -> None:
-        self.logs.append((state.global_step, dict(logs)))
-
-
-def test_integrations_get_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: True)
-    monkeypatch.setitem(
-        __import__("transformers").integrations.integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Integration
-    )
-    groups = [made_up_group(number, 3, 5, 6) for number in range(6)]
-    trainer, windows = replayed(tmp_path, groups, report_to=["tensorboard"])
-    trainer.train()
-    (integration,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, Integration)]
-    steps = [(step, logs) for step, logs in integration.logs if "loss" in logs]
-    assert [step for step, _ in steps] == [step for step, _, _ in windows]
-    for (_, logs), (_, values, _) in zip(steps, windows, strict=True):
-        assert values.items() <= logs.items()
-        assert {"reward_kept", "batch/packing_ratio", "sampling/masked_mean", "perf/step_s"} <= logs.keys()
-        assert all(isinstance(value, (int, float)) for value in logs.values()), "integrations take numbers"
 
 
 # ---- completions
@@ -211,6 +224,21 @@ def test_a_long_one_is_cut_in_the_middle() -> None:
     assert len(text) < 5000
 
 
+def test_a_completion_cannot_steer_the_terminal() -> None:
+    text = printed([row(1.0, "a\x1b[31mred\x07 \x9b \u202ereversed\r\nnext")], 1, None)
+    assert not set(text) & {"\x1b", "\x07", "\x9b", "\u202e", "\r"}
+    for part in ("a\\x1b[31mred\\x07", "\\u202ereversed", "next"):
+        assert part in text
+    assert len({len(line) for line in text.splitlines()[1:]}) == 1, "the frame is straight"
+
+
+def test_nothing_is_lost_at_the_edge_of_a_column() -> None:
+    text = printed([row(-123456.789, "~" * 500), row(0.0, "")], 1, None)
+    assert text.count("~") == 500
+    assert "-1.23e+05" in text
+    assert "(empty)" in text
+
+
 def test_the_trainer_prints_them_each_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     groups = [made_up_group(number, 3, 5, 6) for number in range(6)]
     trainer, _ = replayed(tmp_path, groups, log_completions=True, num_completions_to_print=1)
@@ -232,18 +260,29 @@ def test_without_log_completions_nothing_is_printed(tmp_path: Path, capsys: pyte
 # ---- where it comes from and goes to
 
 
-def test_the_inbox_lets_the_trainer_speak_while_it_waits() -> None:
-    worker = SimpleNamespace(rollouts=queue.Queue(), trainer_waits=SimpleNamespace(value=0), check=lambda: None)
-    spoken = threading.Event()
+def test_the_feed_lets_the_trainer_speak_while_it_waits() -> None:
+    """On the training thread: what is said must not change under what trains."""
+    worker = SimpleNamespace(
+        rollouts=queue.Queue(),
+        trainer_waits=SimpleNamespace(value=0),
+        allowance=SimpleNamespace(value=0),
+        check=lambda: None,
+    )
+    spoken = []
 
     def speak() -> None:
-        spoken.set()
+        spoken.append(threading.current_thread())
         worker.rollouts.put(EndOfData(0))
 
-    inbox = Inbox(worker, while_waiting=speak)  # type: ignore[arg-type]
-    assert inbox.take() is None
-    assert spoken.is_set()
+    inbox = Inbox(worker)  # type: ignore[arg-type]
+    shape = {"ranks": 1, "accumulation": 1, "token_budget": 10, "max_staleness": 1}
+    window = Window()
+    ledger = Ledger(10, Position())
+    feed = SampleFeed(inbox, ledger, window, **shape, warn=print, while_waiting=speak)  # type: ignore[arg-type]
+    assert feed.next_step(0) is None
+    assert set(spoken) == {threading.current_thread()}
     inbox.close()
+    feed.close()
 
 
 def test_words_stand_beside_the_numbers(tmp_path: Path) -> None:

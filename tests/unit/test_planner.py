@@ -51,8 +51,8 @@ def test_no_sample_is_lost_or_doubled_and_the_budget_holds(stream, spread):
         if spread:
             batch.spread()
         assert len(batch.rows) == ranks
-        for samples in batch.rows:
-            row = pack(samples)
+        for samples, row in zip(batch.rows, batch.pack(), strict=True):
+            assert repr(row) == repr(pack(samples)), "the order that the planner knows is the one that pack would find"
             assert row.num_tokens <= budget
             assert row.num_terms <= budget
     placed = [sample for batch in batches for samples in batch.rows for sample in samples]

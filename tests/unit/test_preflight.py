@@ -168,6 +168,15 @@ def test_no_config(case: Case) -> None:
     assert "an adapter, not a model: name some/base" in case.only().message
 
 
+@pytest.mark.parametrize("settings", [{"model_type": "gpt_oss"}, {"model_type": "qwen3", "layer_types": ["mamba"]}])
+def test_models_that_packed_rows_would_be_wrong_for(tmp_path: Path, settings: dict[str, Any]) -> None:
+    case = Case(tmp_path)
+    config = case.config(model={"name": str(make_model(tmp_path / "other", num_hidden_layers=1, **settings))})
+    (problem,) = preflight(config)
+    assert (problem.key, problem.value) == ("model.name", config.model.name)
+    assert "packed rows" in problem.message
+
+
 def test_broken_config(case: Case) -> None:
     (case.model / "config.json").write_text("[1")
     assert "no JSON object" in case.only().message
@@ -238,16 +247,18 @@ def test_prompts_without_room(case: Case) -> None:
     problem = case.only(server=server, trainer={"max_completion_length": 64})
     assert problem.key == "server.max_model_len"
     assert "even the shortest prompt has 300 tokens" in problem.message
-    problem = case.only(trainer={"token_budget": 300})
+    budget = {"token_budget": 300, "max_completion_length": 8}
+    problem = case.only(trainer=budget)
     assert problem.key == "trainer.token_budget"
     assert "even the shortest prompt has 300 tokens" in problem.message
-    assert preflight(case.config(trainer={"token_budget": 301})) == []
+    assert preflight(case.config(trainer=budget | {"token_budget": 301})) == []
 
 
 def test_the_system_prompt_takes_room(case: Case) -> None:
     (case.model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
     system = "a " * 300
-    problem = case.only(data={"system_prompt": system}, trainer={"token_budget": 300})
+    trainer = {"token_budget": 300, "max_completion_length": 8}
+    problem = case.only(data={"system_prompt": system}, trainer=trainer)
     assert problem.key == "trainer.token_budget"
 
 

@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -142,6 +143,10 @@ def test_the_arguments_reach_the_function_by_name():
         (None, "must return a list of numbers or None"),
         (1.0, "must return a list"),
         (["x", 1], "must return a list"),
+        (["1", "2"], "must return a list"),
+        ("12", "must return a list"),
+        ({0: 1.0, 1: 2.0}, "must return a list"),
+        ({1.0, 2.0}, "must return a list"),
         ([[1], [2]], "must return a list"),
         ([math.inf, 0], "returned an infinite value"),
     ],
@@ -152,6 +157,28 @@ def test_a_wrong_return_value_names_the_function(values, said):
 
     with pytest.raises(RewardError, match=f"reward my_reward {said}"):
         run([my_reward])
+
+
+@pytest.mark.parametrize("nothing", [None, math.nan, np.float32("nan")])
+def test_none_and_nan_are_unscored(nothing):
+    def my_reward(**kwargs):
+        return [nothing, 1]
+
+    assert np.array_equal(run([my_reward]), [[math.nan, 1.0]], equal_nan=True)
+
+
+def test_an_array_is_a_list():
+    assert run([lambda **kwargs: np.array([1, 2])]).tolist() == [[1.0, 2.0]]
+
+
+def test_an_exception_arrives_with_the_function_s_own_traceback_and_the_prompt():
+    def my_reward(**kwargs):
+        return kwargs["gold"]
+
+    with pytest.raises(RewardError, match=r"raised KeyError: 'gold' \(first prompt: 'What is 1 \+ 2\?'\)") as caught:
+        run([my_reward], {"prompts": ["What is 1 + 2?"] * 2})
+    text = "".join(traceback.format_exception(caught.value))
+    assert 'return kwargs["gold"]' in text
 
 
 def test_an_exception_names_the_function_and_is_the_cause():

@@ -83,6 +83,9 @@ CAPPED = {"rollout__concurrency": 20, "rollout__concurrency_cap": 24}
         ({**CAPPED, "rollout__score_queue_size": 2}, "reward functions faster"),
         ({**CAPPED, "frac_reward_zero_std": 0.9}, "see the saturation diagnosis"),
         ({**CAPPED, "sample__dropped_stale_count": 40, "batch__samples_per_step": 16}, "too old when they arrived"),
+        ({**CAPPED, "sample__dropped_stale_count": 8, "batch__samples_per_step": 16}, "server's load limits it"),
+        ({**CAPPED, "sample__dropped_oversize_count": 3}, "raise token_budget"),
+        ({**CAPPED, "sample__dropped_failed_count": 3}, "3 rollouts failed to be generated"),
     ],
 )
 def test_what_holds_generation(values, knob):
@@ -116,6 +119,7 @@ def history(zero_std, dropped, reward, **others):
         ([0.9], [0.95], [0.95], SATURATED, "harder prompts"),  # from the first window on
         (line(0.9, 0.9), line(0.05, 0.05), line(0.1, 0.1), STUCK, "Read some completions"),
         ([1.0], [0.0], [0.0], STUCK, "Read some completions"),
+        (line(0.6, 0.6), line(0.2, 0.2), line(0.6, 0.6), MIXTURE, "Read the rollouts"),  # others get much: not stuck
         (line(0.2, 0.8), line(0.9, 0.1), line(0.8, 0.2), REGRESSION, "duplicate_frac and entropy"),
         (line(0.1, 0.4), line(0.9, 0.1), line(0.8, 0.2), REGRESSION, "duplicate_frac and entropy"),  # early
         (line(0.8, 0.8), line(0.5, 0.5), line(0.2, 0.9), MIXTURE, "Read the rollouts"),

@@ -58,7 +58,10 @@ def test_it_runs_apart_without_a_gpu_and_without_torch(start, monkeypatch):
 
 
 def test_an_exception_arrives_with_its_traceback(start):
-    message = error_of(start(tiny_loops.Fails))
+    """Every time: the training thread asks, and the planner's."""
+    worker = start(tiny_loops.Fails)
+    message = error_of(worker)
+    assert error_of(worker) == message
     assert "ZeroDivisionError: the hook is wrong" in message
     assert "tiny_loops.py" in message
     assert "in run" in message

@@ -1,13 +1,18 @@
-"""Which models can be trained on packed rows; the others are refused with the reason."""
+"""Which models can be trained on packed rows; the others are refused with the reason.
+
+python -m slipstream.packing.attention.support FOLDER: prints the reason and ends with `REFUSED` where one is refused
+"""
 
 import inspect
 import re
+import sys
 from typing import Any
 
 import torch
 
 from slipstream.packing.attention import varlen
 from slipstream.packing.attention.delta import MODEL_TYPES
+from slipstream.preflight_model import REFUSED
 
 ALONG_THE_PATH = ("full_attention", "sliding_attention")  # kinds of layers that attention over the tree covers
 RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent")
@@ -72,3 +77,18 @@ def _source(model_class: type | None) -> str:
         return inspect.getsource(module) if module is not None else ""
     except (OSError, TypeError):
         return ""
+
+
+def main(folder: str) -> int:
+    from transformers import AutoConfig
+
+    try:
+        check_model(AutoConfig.from_pretrained(folder))
+    except ValueError as error:
+        print(error)
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

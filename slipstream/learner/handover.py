@@ -1,0 +1,41 @@
+"""From rank 0's plan to each rank's rows."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slipstream.learner.plan import Share, StepPlan, from_bytes
+
+
+class Handover:
+    """Sends each rank its share of a step; nothing is planned, packed or pickled here.
+
+    Args:
+        group: a gloo group of all ranks whose timeout is longer than any wait for rollouts; None: there is one rank.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def send(self, plan: StepPlan | None) -> Share | None:
+        """On rank 0: give the others their shares, or the news that there is no step; rank 0's own."""
+        if self._group is not None:
+            shares = [None, *plan.shares[1:]] if plan else [None] * dist.get_world_size(self._group)
+            sizes = torch.tensor([0 if share is None else len(share) for share in shares], dtype=torch.int64)
+            dist.scatter(torch.empty(1, dtype=torch.int64), list(sizes.split(1)), src=0, group=self._group)
+            tensors = [torch.frombuffer(share, dtype=torch.uint8) for share in shares if share is not None]
+            sent = [dist.isend(tensor, rank, group=self._group) for rank, tensor in enumerate(tensors, 1)]
+            for work in sent:
+                work.wait()  # type: ignore[union-attr]  # None only outside the group
+        return plan.shares[0] if plan else None
+
+    def receive(self) -> Share | None:
+        """On any other rank: its share, or None where the training is over. Blocks."""
+        size = torch.empty(1, dtype=torch.int64)
+        dist.scatter(size, None, src=0, group=self._group)
+        if not size.item():
+            return None
+        data = torch.empty(int(size.item()), dtype=torch.uint8)
+        dist.recv(data, src=0, group=self._group)
+        return from_bytes(data.numpy())

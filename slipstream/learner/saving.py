@@ -1,0 +1,91 @@
+"""Checkpoints of a trainer: whole, with `rollout_state.json` and a seal, or not there at all."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.learner import checkpoint as ckpt
+from slipstream.learner.pipeline import Pipeline
+from slipstream.learner.reporter import Reporter
+from slipstream.learner.sync import PolicySync
+from slipstream.metrics.window import Window
+from slipstream.run_folder import read_json, write_json
+
+WINDOW_FILE = "metrics_window.json"  # of a checkpoint
+
+
+def read_window(checkpoint: Path) -> dict[str, Any]:
+    """State of the window that was open when a checkpoint was written, empty without one."""
+    return read_json(checkpoint / WINDOW_FILE) or {}
+
+
+class Saving:
+    """The saving half of `AsyncGRPOTrainer`; transformers' `Trainer` comes after it among the bases."""
+
+    args: Any
+    state: Any
+    accelerator: Any
+    model_wrapped: Any
+    reporter: Reporter
+    _pipeline: Pipeline | None
+    _sync: PolicySync
+    _saved_step = -1
+
+    if TYPE_CHECKING:
+
+        @property
+        def num_prompts(self) -> int | None: ...
+        @property
+        def data_fingerprint(self) -> str: ...
+        @property
+        def _order(self) -> tuple[bool, int]: ...
+        @property
+        def _is_main(self) -> bool: ...
+        def _get_output_dir(self, trial: Any) -> str: ...
+        def _merged_window(self) -> Window: ...
+
+    def _read_state(self, path: Path) -> tuple[ckpt.RolloutState, Path]:
+        if self._is_main:
+            ckpt.verify(path)
+        state = ckpt.RolloutState.read(path)
+        shuffle, seed = self._order
+        state.check_same_data(self.data_fingerprint, self.num_prompts, shuffle, seed)
+        return state, path
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write a checkpoint that is complete, with its marker last, or not there at all."""
+        if self._saved_step == self.state.global_step:
+            return
+        path = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        self.reporter.phase("saving", step=self.state.global_step)
+        if self._is_main and path.exists():
+            shutil.rmtree(path)
+        self.accelerator.wait_for_everyone()
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # nothing older goes before this is sealed
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            self.accelerator.wait_for_everyone()
+            window = self._merged_window()
+            if self._pipeline is not None:
+                write_json(path / WINDOW_FILE, window.state())
+                self._pipeline.write_state(path, self.state.global_step, self._sync.version)
+                ckpt.seal(path)
+                ckpt.rotate(path.parent, limit)
+        except Exception as error:
+            if not ckpt.is_write_failure(error):
+                raise
+            if self._is_main:
+                shutil.rmtree(path, ignore_errors=True)
+            raise ckpt.CheckpointError(
+                f"the checkpoint of step {self.state.global_step} could not be written to {path}: {error}; the one before "
+                "it is untouched: make room, then resume"
+            ) from error
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        self._saved_step = self.state.global_step
+
+    def _save_last(self) -> None:
+        """The end of the data comes unannounced: save the last step where the schedule did not."""
+        if self.args.save_strategy != "no" and self.state.global_step not in (0, self._saved_step):
+            self._save_checkpoint(self.model_wrapped, None)
