@@ -98,11 +98,11 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #111827; background: #f9fafb
 main { max-width: 1120px; margin: 0 auto; padding: 32px 24px 64px; }
 h1 { font-size: 24px; margin: 0 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 17px; margin: 40px 0 12px; }
-.sub { color: #6b7280; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin-top: 24px; }
+.sub { color: #6b7280; overflow-wrap: anywhere; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 12px; margin-top: 24px; }
 .fact, .panel { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; padding: 12px 16px; }
-.fact b { display: block; font-size: 20px; font-weight: 600; overflow-wrap: anywhere; }
-.fact span { color: #6b7280; font-size: 13px; }
+.fact b { display: block; font-size: 17px; font-weight: 600; white-space: nowrap; }
+.fact span { color: #6b7280; font-size: 13px; overflow-wrap: anywhere; }
 .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 16px; }
 .panel svg { width: 100%; height: auto; display: block; }
 .none { color: #6b7280; }
@@ -201,7 +201,7 @@ def draw(panel: Panel, windows: Sequence[dict[str, Any]], starts: Sequence[int] 
     left.grid(axis="y", color="#f3f4f6")
     left.set_xlabel("optimizer step", fontsize=8, color="#4b5563")
     left.set_ylabel(panel.unit, fontsize=8, color="#4b5563")
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if panel.from_zero:
         left.set_ylim(bottom=0)
     if right is not None:
