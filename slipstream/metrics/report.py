@@ -99,7 +99,7 @@ main { max-width: 1120px; margin: 0 auto; padding: 32px 24px 64px; }
 h1 { font-size: 24px; margin: 0 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 17px; margin: 40px 0 12px; }
 .sub { color: #6b7280; overflow-wrap: anywhere; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 12px; margin-top: 24px; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px; margin-top: 24px; }
 .fact, .panel { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; padding: 12px 16px; }
 .fact b { display: block; font-size: 17px; font-weight: 600; white-space: nowrap; }
 .fact span { color: #6b7280; font-size: 13px; overflow-wrap: anywhere; }
