@@ -70,6 +70,11 @@ class Grading:
             raise ValueError(
                 f"compute_advantages returned shape {advantages.shape} for {group.rewards.shape[0]} rollouts"
             )
+        if not np.isfinite(advantages[~np.isnan(group.rewards)]).all():  # one of them would spoil every weight
+            raise ValueError(
+                f"compute_advantages returned {advantages.tolist()} for the rewards {group.rewards.tolist()}: give each "
+                f"scored rollout a finite number (prompt: {group.prompts[0]!r:.300})"
+            )
         samples, dropped = split_group(group, rollouts, advantages, by_function, self._reward_names)
         observations = [
             *group_observations(group, rollouts, self.eos_token_ids),

@@ -136,6 +136,11 @@ class AsyncRolloutLoop(LoopMachinery):
                 return rollout
             except ServerUnavailable:
                 raise
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                return RuntimeError(f"it raised CancelledError, though nobody cancelled it: {error}")
             except Exception as error:
                 return error
 

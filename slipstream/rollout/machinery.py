@@ -335,8 +335,13 @@ class LoopMachinery(Grading, ABC):
             await asyncio.sleep(BEAT_S)
 
     def _raise_fatal(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) and self._fatal is not None and not self._fatal.done():
-            self._fatal.set_exception(error)
+        if self._fatal is None or self._fatal.done():
+            return
+        if not task.cancelled():
+            if error := task.exception():
+                self._fatal.set_exception(error)
+        elif not self._stopping:  # nobody here does that, and without the task the run would wait for ever
+            self._fatal.set_exception(RuntimeError("a hook or the dataset raised asyncio.CancelledError"))
 
     def _report(self) -> list[t.Observation]:
         """What was measured since the last report."""

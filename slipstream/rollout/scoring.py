@@ -16,6 +16,7 @@ from slipstream.rollout.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
+LARGEST = 1e100  # beyond it sums and squares are not finite
 SLOW_S = 30.0  # a reward that hangs must be in the log before the run counts as stuck
 
 RewardFunction = Callable[..., Any]
@@ -56,18 +57,28 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _shown(value: Any, text: Callable[[Any], str] = repr, most: int = 200) -> str:
+    """Its start; of an object that cannot be written (a broken `__repr__`, an int of very many digits) its type."""
+    try:
+        return text(value)[:most]
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
 def check_rewards(name: str, values: Any, count: int) -> NDArray[np.float64]:
     """The returned rewards as an array, NaN for None. Raises RewardError naming the function."""
     try:
         if isinstance(values, (str, bytes, Mapping, Set)):  # may be gone through, but are no list
             raise TypeError
         rewards = np.array([math.nan if v is None else _number(v) for v in values], dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"reward {name} must return a list of numbers or None, not {values!r:.200}") from error
+    except Exception as error:  # the values may be any objects, and a generator may raise anything
+        raise RewardError(f"reward {name} must return a list of numbers or None, not {_shown(values)}") from error
     if len(rewards) != count:
         raise RewardError(f"reward {name} returned {len(rewards)} values for {count} completions")
     if np.isinf(rewards).any():
-        raise RewardError(f"reward {name} returned an infinite value: {values!r:.200}")
+        raise RewardError(f"reward {name} returned an infinite value: {_shown(values)}")
+    if (np.abs(rewards) > LARGEST).any():
+        raise RewardError(f"reward {name} returned a value beyond ±{LARGEST:g}, too large for a mean: {_shown(values)}")
     return rewards
 
 
@@ -80,7 +91,38 @@ def reward_arguments(
 
 def _about(arguments: dict[str, Any]) -> str:
     prompts = arguments.get("prompts")
-    return f" (first prompt: {prompts[0]!r:.300})" if prompts else ""
+    return f" (first prompt: {_shown(prompts[0], most=300)})" if prompts else ""
+
+
+def _called(function: RewardFunction, arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
+    """What it returned or raised. A future would not take every exception: with StopIteration it never gets done."""
+    try:
+        return function(**arguments), None
+    except BaseException as error:
+        return None, error
+
+
+async def _call(function: RewardFunction, executor: Executor, arguments: dict[str, Any]) -> Any:
+    if is_async(function):
+        return await function(**arguments)
+    values, error = await asyncio.get_running_loop().run_in_executor(executor, _called, function, arguments)
+    if error is not None:
+        raise error
+    return await values if inspect.isawaitable(values) else values
+
+
+async def _values(name: str, function: RewardFunction, executor: Executor, arguments: dict[str, Any]) -> Any:
+    """What it returns. Whatever it raises, be it SystemExit or CancelledError, is a RewardError, and so ends the run."""
+    try:
+        return await _call(function, executor, arguments)
+    except GeneratorExit:  # the coroutine is being closed
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # ours: the time is up, or the loop ends
+        cause = error.__cause__ if isinstance(error.__cause__, StopIteration) else error  # as a coroutine raises it
+        raise RewardError(f"reward {name} raised {type(cause).__name__}: {_shown(cause, str, 2000)}") from cause
 
 
 async def _watched(name: str, values: Awaitable[Any]) -> Any:
@@ -112,28 +154,16 @@ async def score(
     Raises:
         RewardError: with the function's name and the prompt; its own exception is the cause.
     """
-    loop = asyncio.get_running_loop()
-
-    async def call(name: str, function: RewardFunction) -> Any:
-        try:
-            if is_async(function):
-                return await function(**arguments)
-            values = await loop.run_in_executor(executor, lambda: function(**arguments))
-            return await values if inspect.isawaitable(values) else values
-        except SystemExit as error:  # a task that ends with it would end the whole loop
-            raise RewardError(f"reward {name} raised SystemExit: {error}") from error
 
     async def one(name: str, function: RewardFunction) -> NDArray[np.float64]:
+        own = {key: list(v) if isinstance(v, list) else v for key, v in arguments.items()}  # others see no change of it
         try:
-            async with asyncio.timeout(timeout_s) as bound:
-                values = await _watched(name, call(name, function))
+            async with asyncio.timeout(timeout_s):
+                values = await _watched(name, _values(name, function, executor, own))
         except RewardError as error:
             raise RewardError(str(error) + _about(arguments)) from error.__cause__
-        except Exception as error:
-            if isinstance(error, TimeoutError) and bound.expired():
-                message = f"reward {name} did not return within reward_timeout = {timeout_s:g} s"
-            else:
-                message = f"reward {name} raised {type(error).__name__}: {error}"
+        except TimeoutError as error:
+            message = f"reward {name} did not return within reward_timeout = {timeout_s:g} s"
             raise RewardError(message + _about(arguments)) from error
         try:
             return check_rewards(name, values, count)

@@ -556,6 +556,24 @@ def test_advantages_of_a_wrong_shape_stop_the_run():
     fails(Harness(rows("a"), loop_cls=WrongShape), ValueError, r"shape \(2,\) for 3 rollouts")
 
 
+class NotFinite(AsyncRolloutLoop):
+    def compute_advantages(self, group):
+        return group.rewards / 0.0
+
+
+def test_advantages_that_are_not_finite_stop_the_run():
+    fails(Harness(rows("a"), loop_cls=NotFinite), ValueError, "compute_advantages returned .*inf.* for the rewards .*2.0")
+
+
+class CancelsItself(AsyncRolloutLoop):
+    def compute_advantages(self, group):
+        raise asyncio.CancelledError
+
+
+def test_a_hook_that_raises_cancelled_error_stops_the_run_instead_of_its_task():
+    fails(Harness(rows("a"), loop_cls=CancelsItself), RuntimeError, "raised asyncio.CancelledError")
+
+
 class OwnAdvantages(AsyncRolloutLoop):
     def compute_advantages(self, group):
         assert group.group_id == 0

@@ -52,13 +52,43 @@ def returns_coroutine(**kwargs):
     return awaited(**kwargs)
 
 
-def exits(**kwargs):
-    raise SystemExit(3)
+class Unwritable(Exception):
+    def __str__(self):
+        raise ValueError
 
 
-def test_a_reward_that_exits_is_an_error_with_its_name():
-    with pytest.raises(RewardError, match="reward exits raised SystemExit: 3"):
-        run([exits], {"completion_ids": [[1], [2]]})
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (StopIteration("none fits"), "StopIteration: none fits"),  # next() of nothing; a future would not take it
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (TimeoutError("of its own"), "TimeoutError: of its own"),
+        (Unwritable(), "Unwritable: <Unwritable>"),
+    ],
+)
+def test_a_reward_that_raises_what_others_cannot_is_an_error_with_its_name(raised, said):
+    def my_reward(**kwargs):
+        raise raised
+
+    async def my_async_reward(**kwargs):
+        raise raised
+
+    for function in (my_reward, my_async_reward):
+        with pytest.raises(RewardError, match=f"reward {function.__name__} raised {said}"):
+            run([function], {"completion_ids": [[1], [2]]})
+
+
+def test_what_a_reward_does_to_its_arguments_reaches_no_other():
+    def takes_away(completion_ids, **kwargs):
+        while completion_ids:
+            completion_ids.pop()
+        return [0, 0]
+
+    given = {"completion_ids": [[1], [2, 3]]}
+    assert run([takes_away, by_length], given).tolist() == [[0, 0], [1, 2]]
+    assert given == {"completion_ids": [[1], [2, 3]]}
 
 
 def test_a_reward_that_hangs_is_named_in_the_log(monkeypatch, caplog):
@@ -149,6 +179,10 @@ def test_the_arguments_reach_the_function_by_name():
         ({1.0, 2.0}, "must return a list"),
         ([[1], [2]], "must return a list"),
         ([math.inf, 0], "returned an infinite value"),
+        ([1e200, 0], "returned a value beyond"),
+        ([10**400, 0], "must return a list"),
+        ([10**5000, 0], "must return a list"),  # Python refuses to write it
+        ((1 / count for count in (1, 0)), "must return a list"),
     ],
 )
 def test_a_wrong_return_value_names_the_function(values, said):
