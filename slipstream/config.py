@@ -4,6 +4,7 @@ The algorithm's defaults are those of `slipstream.run_config.TrainerSection`, an
 """
 
 import dataclasses
+import math
 import os
 import typing
 import warnings
@@ -19,10 +20,12 @@ from transformers.training_args import OptimizerNames
 from slipstream import inherited_arguments as inherited
 from slipstream.config_rules import Impossible, Problem, contradictions, remarks
 from slipstream.run_config import ModelSection, TrainerSection
-from slipstream.tracking import report_problem
+from slipstream.tracking import report_problems
 
 # fields whose bounds are others than those of a configuration file: fractions, and all that transformers takes
 _WIDER = ("logging_steps", "save_steps", "eval_steps", "lr_scheduler_type", "report_to")
+_FRACTIONS = ("warmup_steps",)  # whole numbers in a configuration file; here a part of max_steps, too
+_ENDLESS = ("max_grad_norm", "epsilon_high", "vllm_importance_sampling_clip_max")  # infinity is "no upper bound"
 _BOUNDS: dict[type, tuple[str, str, Any]] = {
     Ge: ("ge", "at least", lambda value, bound: value >= bound),
     Gt: ("gt", "above", lambda value, bound: value > bound),
@@ -184,7 +187,7 @@ def _own_problems(values: Mapping[str, Any]) -> list[Problem]:
     """What is wrong with fields that a configuration file does not have."""
     found: list[Problem] = []
     turns, url = values["max_tool_calling_iterations"], str(values["vllm_server_base_url"])
-    if turns is not None and turns < 1:
+    if turns is not None and (not isinstance(turns, int) or turns < 1):
         found.append(("max_tool_calling_iterations", turns, "must be at least 1, or None for no limit"))
     if not url.startswith(("http://", "https://")):
         found.append(("vllm_server_base_url", url, 'must start with http:// or https://, like "http://localhost:8000"'))
@@ -193,9 +196,22 @@ def _own_problems(values: Mapping[str, Any]) -> list[Problem]:
 
 def _report_problems(names: Any) -> list[Problem]:
     """Integrations that are not known or not installed."""
-    listed = [names] if isinstance(names, str) else list(names or ())
-    found = [report_problem(name) for name in listed if name not in ("all", "none")]
-    return [("report_to", names, text) for text in found if text is not None]
+    if not isinstance(names, str | list | tuple | None):
+        return [("report_to", names, 'must be a name or a list of names, like ["tensorboard"], or "none"')]
+    return [("report_to", names, text) for text in report_problems([names] if isinstance(names, str) else names or ())]
+
+
+def _wrong_kind(name: str, value: Any, annotation: Any) -> str:
+    """What a value of this annotation must be, where it is not."""
+    kinds = typing.get_args(annotation) or (annotation,)
+    if bool in kinds:
+        return "" if isinstance(value, bool) else "true or false"
+    if int in kinds and name not in _FRACTIONS:
+        return "" if isinstance(value, int) and not isinstance(value, bool) else "a whole number"
+    if int in kinds or float in kinds:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return "" if is_number and (math.isfinite(value) or name in _ENDLESS) else "a number that is finite"
+    return ""
 
 
 def _bound_problems(values: Mapping[str, Any]) -> list[Problem]:
@@ -204,14 +220,16 @@ def _bound_problems(values: Mapping[str, Any]) -> list[Problem]:
     for section, names in ((TrainerSection, TrainerSection.model_fields), (ModelSection, ("dtype",))):
         for name in names:
             value, info = values.get(name), section.model_fields[name]
-            if value is None or name in _WIDER:
+            if name in _WIDER or (value is None and type(None) in typing.get_args(info.annotation)):
                 continue
             choices = typing.get_args(info.annotation) if typing.get_origin(info.annotation) is typing.Literal else ()
-            if choices and value not in choices:
-                found.append((name, value, f"must be one of {', '.join(map(repr, choices))}"))
+            if choices:
+                if value not in choices:
+                    found.append((name, value, f"must be one of {', '.join(map(repr, choices))}"))
+                continue
             bounds = [(*_BOUNDS[type(m)], m) for m in info.metadata if type(m) in _BOUNDS]
-            if bounds and not isinstance(value, int | float):
-                found.append((name, value, "must be a number"))
+            if wrong := _wrong_kind(name, value, info.annotation):
+                found.append((name, value, f"must be {wrong}; {info.description}"))
             elif not all(holds(value, getattr(m, attribute)) for attribute, _, holds, m in bounds):
                 words = " and ".join(f"{word} {getattr(m, attribute)}" for attribute, word, _, m in bounds)
                 found.append((name, value, f"must be {words}; {info.description}"))

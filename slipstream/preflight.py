@@ -15,7 +15,7 @@ from slipstream.preflight_model import find_model, model_problems
 from slipstream.preflight_prompts import prompt_problems
 from slipstream.run_config import RunConfig, TrainerSection
 from slipstream.serving.command import CommandError, vllm_python
-from slipstream.tracking import report_problem
+from slipstream.tracking import report_problems
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -61,8 +61,7 @@ def _integrations(config: RunConfig) -> list[Problem]:
     names = config.trainer.report_to
     if config.learner.python is not None:  # what is installed there is found out by the learner
         return []
-    found = {name: report_problem(name) for name in names}
-    return [Problem("trainer.report_to", names, text) for text in found.values() if text is not None]
+    return [Problem("trainer.report_to", names, text) for text in report_problems(names)]
 
 
 def _load(key: str, source: str, split: str) -> tuple["Dataset | None", list[Problem]]:

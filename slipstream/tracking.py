@@ -1,7 +1,7 @@
 """The integrations that `report_to` names: which there are, what each needs, and where a run keeps its files."""
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 # name in report_to -> the modules of which one must be there, and what to install
@@ -34,6 +34,15 @@ def report_problem(name: str) -> str | None:
     if any(_is_there(module) for module in modules):
         return None
     return f"{name} is not installed here: run `pip install {package}` where the learner runs, or leave it out"
+
+
+def report_problems(names: Sequence[str]) -> list[str]:
+    """Why it cannot be reported to these; once each."""
+    found = [text for name in dict.fromkeys(names) if (text := report_problem(name)) is not None]
+    alone = [name for name in ("none", "all") if name in names]
+    if alone and len(set(names)) > 1:
+        found.append(f"{alone[0]!r} stands alone: leave it out, or the others")
+    return found
 
 
 def _is_there(module: str) -> bool:

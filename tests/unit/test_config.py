@@ -1,6 +1,7 @@
 """`AsyncGRPOConfig`: the specification's names and defaults, and what it refuses."""
 
 import dataclasses
+import math
 import pickle
 import re
 import subprocess
@@ -159,6 +160,17 @@ def test_dictionaries_may_be_json():
         ({"seed": -1}, ["seed = -1", "at least 0"]),
         ({"bf16": True, "fp16": True}, ["bf16 = True", "set one of them to false"]),
         ({"temperature": "hot"}, ["temperature = 'hot'", "must be a number"]),
+        ({"temperature": math.inf}, ["temperature = inf", "must be a number that is finite"]),
+        ({"learning_rate": math.inf}, ["learning_rate = inf", "must be a number that is finite"]),
+        ({"learning_rate": None}, ["learning_rate = None", "must be a number"]),
+        ({"num_generations": 8.5}, ["num_generations = 8.5", "must be a whole number"]),
+        ({"max_staleness": True}, ["max_staleness = True", "must be a whole number"]),
+        ({"max_steps": None}, ["max_steps = None", "must be a whole number"]),
+        ({"token_budget": 100.5}, ["token_budget = 100.5", "must be a whole number"]),
+        ({"score_centering": "false"}, ["score_centering = 'false'", "must be true or false"]),
+        ({"max_tool_calling_iterations": "3"}, ["max_tool_calling_iterations = '3'", "must be at least 1"]),
+        ({"report_to": 5}, ["report_to = 5", "a list of names"]),
+        ({"report_to": ["none", "tensorboard"]}, ["'none' stands alone"]),
     ],
 )
 def test_a_refusal_names_the_key_the_value_and_the_way_out(changes, words):
@@ -182,6 +194,9 @@ def test_a_refusal_names_the_key_the_value_and_the_way_out(changes, words):
         {"max_concurrent_rollouts": 8},
         {"max_grad_norm": 0.0},
         {"num_train_epochs": 0.5},
+        {"num_train_epochs": 2},
+        {"max_steps": 10, "warmup_steps": 0.1, "lr_scheduler_type": "linear"},
+        {"max_grad_norm": math.inf, "epsilon_high": math.inf, "vllm_importance_sampling_clip_max": math.inf},
     ],
 )
 def test_what_lies_on_the_border_is_accepted(changes):

@@ -44,7 +44,7 @@ def test_nothing_that_a_run_sets_itself_is_refused_or_warned_about(example: Path
 def test_integrations_know_the_run(
     report_to: list[str], run_name: str | None, project: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.config.report_problem", lambda name: None)  # whatever is installed here
+    monkeypatch.setattr("slipstream.tracking.report_problem", lambda name: None)  # whatever is installed here
     config = load_config(EXAMPLES[0])
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"report_to": report_to})})
     arguments = arguments_of(config, tmp_path)

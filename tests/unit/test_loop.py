@@ -562,7 +562,9 @@ class NotFinite(AsyncRolloutLoop):
 
 
 def test_advantages_that_are_not_finite_stop_the_run():
-    fails(Harness(rows("a"), loop_cls=NotFinite), ValueError, "compute_advantages returned .*inf.* for the rewards .*2.0")
+    fails(
+        Harness(rows("a"), loop_cls=NotFinite), ValueError, "compute_advantages returned .*inf.* for the rewards .*2.0"
+    )
 
 
 class CancelsItself(AsyncRolloutLoop):
