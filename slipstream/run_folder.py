@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 RUN_FILE = "run.toml"
+LEDGER = "ledger.jsonl"
 
 
 class RunFolderError(Exception):
@@ -219,7 +220,7 @@ class RunFolder:
         """Numbers of the attempts that were begun, ascending, by their fences."""
         return sorted(int(p.stem) for p in (self.path / "fences").glob("*.json") if p.stem.isdigit())
 
-    def begin_attempt(self, checkpoint: str | None, step: int) -> int:
+    def begin_attempt(self, checkpoint: str | None, step: int, ledger: tuple[int, int] | None = None) -> int:
         """Claim the next attempt number with a fence that names the checkpoint it starts from.
 
         The fence is created exclusively: of two resumes at once, one gets the number and the other the next one.
@@ -227,10 +228,13 @@ class RunFolder:
         Args:
             checkpoint: path of the checkpoint relative to the run folder, or None for a start from the model.
             step: optimizer steps in that checkpoint; records of earlier attempts beyond it are void.
+            ledger: the attempt that wrote the checkpoint, and the last step whose ledger lines it knows: one more than
+                `step` for what was dropped after the last step, at the end of the data.
         """
         number = (self.attempts() or [0])[-1] + 1
         while True:
             fence = {"attempt": number, "checkpoint": checkpoint, "step": step, "host": socket.gethostname()}
+            fence |= {"ledger": list(ledger)} if ledger else {}
             try:
                 _create_exclusively(self.fence_file(number), json.dumps(fence))
                 return number
@@ -240,22 +244,24 @@ class RunFolder:
     def fence(self, attempt: int) -> dict[str, Any]:
         return read_json(self.fence_file(attempt)) or {}
 
-    def void_after(self) -> dict[int, int]:
+    def void_after(self, of_ledger: bool = False) -> dict[int, int]:
         """Per attempt, the last step whose records count, by the fences of all later attempts. The newest has none."""
-        limits: dict[int, int] = {}
+
+        def limit(attempt: int, fence: dict[str, Any]) -> int:
+            step = int(fence.get("step", 0))
+            writer, known = fence.get("ledger", (0, step))
+            return int(known) if of_ledger and attempt <= writer else step
+
         attempts = self.attempts()
-        for attempt in attempts:
-            later = [int(self.fence(a).get("step", 0)) for a in attempts if a > attempt]
-            if later:
-                limits[attempt] = min(later)
-        return limits
+        fences = {attempt: self.fence(attempt) for attempt in attempts}
+        return {a: min(limit(a, fences[later]) for later in attempts if later > a) for a in attempts[:-1]}
 
     def merged_records(self, name: str) -> Iterator[dict[str, Any]]:
         """Lines of `records/a*/<name>` over all attempts, without what a later attempt's fence made void.
 
         Lines without a step count as the attempt's own and are kept.
         """
-        limits = self.void_after()
+        limits = self.void_after(of_ledger=name == LEDGER)
         for attempt in self.attempts():
             for line in read_jsonl(self.records(attempt) / name):
                 step = line.get("step")

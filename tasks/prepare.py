@@ -99,7 +99,7 @@ def check_resumable(run: RunFolder) -> None:
 
 
 def _resume_claimed(run: RunFolder) -> Prepared:
-    from slipstream.learner.checkpoint import latest_complete
+    from slipstream.learner.checkpoint import latest_complete, ledger_known
 
     check_resumable(run)
     supervisor = live_supervisor(run)
@@ -114,7 +114,7 @@ def _resume_claimed(run: RunFolder) -> Prepared:
         notes.append("stopped what an earlier attempt left running: " + ", ".join(_job_text(job) for job in stopped))
     found = latest_complete(run)
     checkpoint, step = (str(Path(found[0]).relative_to(run.path)), found[1]) if found else (None, 0)
-    attempt = run.begin_attempt(checkpoint, step)
+    attempt = run.begin_attempt(checkpoint, step, ledger_known(found[0]) if found else None)
     where = f"step {step} ({checkpoint})" if found else "the start: there is no complete checkpoint"
     notes.append(f"attempt {attempt} continues from {where}")
     for note in notes:

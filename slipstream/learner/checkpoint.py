@@ -116,6 +116,14 @@ def latest_complete(run: RunFolder) -> tuple[Path, int] | None:
     return None
 
 
+def ledger_known(checkpoint: Path) -> tuple[int, int] | None:
+    """The attempt that wrote a checkpoint and the last step whose ledger lines it knows; None where it does not say."""
+    state = read_json(checkpoint / STATE_FILE) or {}
+    if state.get("ledger_step") is None:
+        return None
+    return int(state["attempt"]), int(state["ledger_step"])
+
+
 def rotate(output_dir: Path, keep: int | None) -> None:
     """Delete the oldest complete checkpoints beyond `keep`, and incomplete ones that are older than a complete one."""
     if keep is None:
@@ -144,6 +152,8 @@ class RolloutState:
         settings: others that a resume may change, but says so.
         outcomes, split: the ledger's `History`, by epoch and by number; None where an older version wrote the file.
         group_tokens: mean size of the newest groups, in tokens; None before the first.
+        ledger_step: the last step that a line of the ledger names by now: the next one's, where the data ended before it;
+            None where an older version wrote the file.
     """
 
     step: int
@@ -163,6 +173,7 @@ class RolloutState:
     outcomes: dict[str, dict[str, int]] | None = None
     split: dict[str, dict[str, Any]] = field(default_factory=dict)
     group_tokens: float | None = None
+    ledger_step: int | None = None
 
     @property
     def history(self) -> History | None:

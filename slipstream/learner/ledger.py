@@ -79,7 +79,7 @@ class Ledger:
         self._starts: dict[int, int] = {}  # number of the first prompt of an epoch
         self._over: set[int] = set()
         self._epoch = self._judged_from = 0
-        self._step = 0
+        self._step = self._last_step = 0
 
     @property
     def position(self) -> Position:
@@ -94,6 +94,11 @@ class Ledger:
     @property
     def step_in_progress(self) -> int:
         return self._step + 1
+
+    @property
+    def last_step(self) -> int:
+        """The last step that a line names, or that has finished."""
+        return max(self._step, self._last_step)
 
     def start_at(self, step: int) -> None:
         """Say which optimizer step was finished last."""
@@ -181,6 +186,7 @@ class Ledger:
         if entry.outstanding > 0:
             return
         del self._open[number]
+        self._last_step = self.step_in_progress if step is None else step
         self._write(
             {
                 "number": number,
@@ -188,7 +194,7 @@ class Ledger:
                 "prompt": entry.position,
                 "row": entry.row_index,
                 "outcomes": dict(entry.outcomes),
-                "step": self.step_in_progress if step is None else step,
+                "step": self._last_step,
                 "versions": [min(entry.versions), max(entry.versions)] if entry.versions else [],
             }
         )

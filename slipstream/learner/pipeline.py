@@ -144,6 +144,7 @@ class Pipeline(ABC):
             outcomes={str(epoch): counts for epoch, counts in history.outcomes.items()},
             split={str(number): group for number, group in history.split.items()},
             group_tokens=self.group_tokens(),
+            ledger_step=self.ledger.last_step,
         ).write(path)
         remainder = self.feed.held_of(self.ledger.partly_trained())
         if remainder:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.process import Heartbeat
-from slipstream.run_folder import RunFolder, append_jsonl, write_json
+from slipstream.run_folder import LEDGER, RunFolder, append_jsonl, write_json
 
 
 class Reporter:
@@ -49,7 +49,7 @@ class Reporter:
 
     def ledger(self, line: dict[str, Any]) -> None:
         if self._records is not None:
-            append_jsonl(self._records / "ledger.jsonl", line)
+            append_jsonl(self._records / LEDGER, line)
 
     def event(self, kind: str, step: int, **values: Any) -> None:
         if self._records is not None:

@@ -57,6 +57,18 @@ def test_a_dropped_group_is_settled_at_once_in_the_step_in_progress():
     assert book.position == Position(0, frozenset({13}))
 
 
+def test_the_last_step_is_that_of_the_newest_line():
+    """What is dropped while no further step comes has the number of a step that there never is."""
+    book, lines = ledger()
+    book.start_at(7)
+    assert book.last_step == 7
+    book.arrived(group(0, 0, dropped={ZERO_STD: 8})[1])
+    assert book.last_step == lines[-1]["step"] == 8
+    book.step_finished()
+    book.step_finished()
+    assert book.last_step == 9
+
+
 def test_outcomes_of_one_prompt_add_up():
     book, lines = ledger()
     samples, result = group(0, 3, dropped={"failed": 1})

@@ -204,6 +204,29 @@ def test_records_beyond_a_later_fence_are_void(tmp_path):
     assert merged == [(1, 1), (1, 2), (1, None), (2, 3), (2, 4), (3, 5)]
 
 
+def test_what_was_dropped_after_the_last_step_is_kept_where_the_checkpoint_knows_it(tmp_path):
+    run = RunFolder.create(tmp_path, "r")
+
+    def write(attempt, *steps):
+        for step in steps:
+            append_jsonl(run.records(attempt) / "ledger.jsonl", {"step": step})
+            append_jsonl(run.records(attempt) / "metrics.jsonl", {"step": step})
+
+    def kept(name):
+        return [(line["attempt"], line["step"]) for line in run.merged_records(name)]
+
+    checkpoint = "output/a1/checkpoint-2"
+    run.begin_attempt(None, 0)
+    write(1, 1, 2, 3)
+    run.begin_attempt(checkpoint, 2, (1, 3))
+    assert kept("ledger.jsonl") == [(1, 1), (1, 2), (1, 3)]
+    assert kept("metrics.jsonl") == [(1, 1), (1, 2)]
+    write(2, 3)  # with more epochs it goes on; this attempt's own is void once the next begins at the same checkpoint
+    run.begin_attempt(checkpoint, 2, (1, 3))
+    assert kept("ledger.jsonl") == [(1, 1), (1, 2), (1, 3)]
+    assert run.void_after() == {1: 2, 2: 2}
+
+
 def test_the_lowest_later_fence_counts(tmp_path):
     run = RunFolder.create(tmp_path, "r")
     for step in (0, 10, 5):
