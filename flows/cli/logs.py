@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 class LateFileHandler(logging.Handler):
-    """Appends to a file once its folder is there; until then it keeps the lines."""
+    """Appends to a file once its folder is there and the disk takes it; until then it keeps the lines."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -20,6 +20,8 @@ class LateFileHandler(logging.Handler):
                 with open(self._path, "a", encoding="utf-8") as file:
                     file.write("".join(f"{line}\n" for line in self._kept))
                 self._kept.clear()
+        except OSError:
+            pass  # a full disk: they are kept, and what is shown stays readable
         except Exception:
             self.handleError(record)
 

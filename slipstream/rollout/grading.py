@@ -14,11 +14,17 @@ from slipstream.rollout.outcome import completions_table, split_group
 from slipstream.rollout.prompts import Prompt
 from slipstream.rollout.scoring import reward_arguments, score, total_rewards
 from slipstream.rollout.sequences import assign_costs
-from slipstream.rollout.types import GroupResult, Rollout, RolloutGroup
+from slipstream.rollout.setup import LoopSetup
+from slipstream.rollout.types import FOREIGN, GroupResult, Rollout, RolloutGroup
+
+MOST_FOREIGN = 8  # groups in a row, while the trainer waits for one
 
 
 class Grading:
     """The scoring part of a rollout loop; the rest is `LoopMachinery`."""
+
+    _foreign = 0
+    _foreign_label = ""
 
     config: Any
     reward_funcs: list[Any]
@@ -28,6 +34,8 @@ class Grading:
     _score_queue: asyncio.Queue[tuple[Prompt, RolloutGroup, list[Rollout | None]]]
     _scoring: int
     _recent_costs: deque[float]
+    _setup: LoopSetup
+    _trainer_waits: Any
 
     if TYPE_CHECKING:
 
@@ -47,6 +55,20 @@ class Grading:
             if result.size:
                 self._recent_costs.append(result.size)
             self._hand_over(result)
+            self._watch_foreign(result)
+
+    def _watch_foreign(self, result: GroupResult) -> None:
+        """Raise where the server keeps weights that are not this run's: without a sample no step would ever replace them."""
+        if result.samples:
+            self._foreign = 0
+        elif result.dropped.get(FOREIGN) and self._trainer_waits.value:
+            self._foreign += 1
+        if self._foreign >= MOST_FOREIGN:
+            raise RuntimeError(
+                f"the server generates with weights that this run (attempt {self._setup.attempt} of {self._setup.run_id}) "
+                f"did not deliver: it labels them {self._foreign_label!r}. Another run delivers to it, or it was restarted: "
+                "give each run a server of its own, then resume"
+            )
 
     async def _score(self, arguments: dict[str, Any], count: int) -> np.ndarray:
         timeout = self.config.reward_timeout

@@ -80,6 +80,8 @@ class AsyncRolloutLoop(LoopMachinery):
         if self._setup.use_generate_route:
             parsed = [parse_label(label or "", self._setup.run_id, self._setup.attempt) for label in choice.labels]
             versions = [-1 if version is None else version for version in parsed]
+            if None in parsed:
+                self._foreign_label = choice.labels[parsed.index(None)] or ""
         else:
             versions = [started] * len(choice.token_ids)
         self._measures.generated_tokens += len(choice.token_ids)

@@ -567,6 +567,19 @@ def test_advantages_that_are_not_finite_stop_the_run():
     )
 
 
+def test_weights_of_somebody_else_on_the_server_end_the_run_with_their_label():
+    harness = Harness(rows(*"abcdefghij"), lambda body, index: counting(body, index, "other-run/a1/7"))
+    fails(harness, RuntimeError, "attempt 1 of run.* labels them 'other-run/a1/7'. Another run delivers to it")
+
+
+def test_some_groups_of_foreign_weights_are_only_dropped():
+    def script(body, index):
+        return counting(body, index, LABEL if text_of(body) in "dh" else "other-run/a1/7")
+
+    found = all_results(Harness(rows(*"abcdefghij"), script))
+    assert [number for number, result in sorted(found.items()) if result.samples] == [3, 7]
+
+
 class CancelsItself(AsyncRolloutLoop):
     def compute_advantages(self, group):
         raise asyncio.CancelledError

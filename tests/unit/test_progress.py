@@ -1,10 +1,12 @@
 """What the progress displays say, from a run folder."""
 
+import logging
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from flows.cli.logs import LateFileHandler
 from flows.cli.progress import PlainPrinter, clock, phase_text, render, sparkline, window_line
 from flows.cli.snapshot import Snapshot, held_out_before_after, take_snapshot
 from flows.cli.summary import status, summary
@@ -157,3 +159,14 @@ def test_summary_and_status(run: RunFolder) -> None:
     ):
         assert part in text
     assert "state     finish: the end" in status(run)
+
+
+def test_a_log_that_cannot_be_written_is_kept_and_prints_nothing(tmp_path, capsys):
+    path = tmp_path / "flow.log"
+    path.mkdir()  # stands for a disk that is full for a while
+    handler = LateFileHandler(path)
+    handler.emit(logging.LogRecord("prefect", logging.INFO, "", 0, "one", (), None))
+    path.rmdir()
+    handler.emit(logging.LogRecord("prefect", logging.INFO, "", 0, "two", (), None))
+    assert capsys.readouterr().err == ""
+    assert [line.split(": ")[1] for line in path.read_text().splitlines()] == ["one", "two"]
