@@ -233,7 +233,12 @@ class RunFolder:
         """
         number = (self.attempts() or [0])[-1] + 1
         while True:
-            fence = {"attempt": number, "checkpoint": checkpoint, "step": step, "host": socket.gethostname()}
+            fence: dict[str, Any] = {
+                "attempt": number,
+                "checkpoint": checkpoint,
+                "step": step,
+                "host": socket.gethostname(),
+            }
             fence |= {"ledger": list(ledger)} if ledger else {}
             try:
                 _create_exclusively(self.fence_file(number), json.dumps(fence))

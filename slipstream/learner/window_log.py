@@ -58,8 +58,11 @@ class WindowLog:
         super().log(logs, start_time)  # type: ignore[misc]
 
     def _count_epochs(self) -> None:
-        if self._pipeline is not None and self.num_prompts is not None:
-            self.state.epoch = self._pipeline.ledger.settled / self.num_prompts
+        if self._pipeline is None:
+            return
+        ledger = self._pipeline.ledger
+        # of a dataset of unknown length only whole passes can be told
+        self.state.epoch = ledger.settled / self.num_prompts if self.num_prompts else float(ledger.place[0])
 
     def _record(self, logs: dict[str, float], say: Callable[[dict[str, float]], dict[str, str]] | None) -> None:
         """Write a line of metrics.jsonl, on rank 0."""

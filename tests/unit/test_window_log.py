@@ -1,10 +1,13 @@
 """No step and no group is missing from the windows that a run logs, and none is in two."""
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 from transformers import TrainerCallback
 
 from slipstream.learner.reporter import Reporter
@@ -82,6 +85,38 @@ def test_the_last_steps_are_logged_too_and_once(
             assert values[name] == pytest.approx(mean, rel=1e-4, abs=1e-6), name
         assert values["sample/forwarded_tokens_max"] == max(step["sample/forwarded_tokens_max"] for step in steps)
     assert found[-1][1]["num_tokens"] == sum(step["batch/forwarded_tokens_per_step"] for step in each)
+
+
+class Streamed(ReplayTrainer):
+    num_prompts = None  # type: ignore[assignment]
+
+
+def test_of_data_without_a_length_the_epoch_is_the_number_of_whole_passes(tmp_path: Path) -> None:
+    groups = [made_up_group(number, 3, 5, 4) for number in range(8)]
+    trainer = Streamed(tiny_model(), replay_config(tmp_path, num_train_epochs=2), groups, 40)
+    trainer.reporter = Recorded()
+    trainer.train()
+    epochs = [values["epoch"] for _, values, _ in windows(trainer)]
+    assert set(epochs) == {0.0, 1.0}
+    assert epochs == sorted(epochs)
+
+
+class Bar(TrainerCallback):
+    """As transformers' own keeps it."""
+
+    def __init__(self) -> None:
+        self.training_bar = tqdm(total=sys.maxsize, file=io.StringIO())
+
+
+@pytest.mark.parametrize(("max_steps", "total"), [(-1, None), (2, sys.maxsize)])
+def test_a_progress_bar_has_no_end_where_the_number_of_steps_is_not_known(
+    tmp_path: Path, max_steps: int, total: int | None
+) -> None:
+    trainer = trainer_of(tmp_path, max_steps=max_steps)
+    bar = Bar()
+    trainer.callback_handler.callbacks.insert(0, bar)
+    trainer.train()
+    assert bar.training_bar.total == total
 
 
 def test_groups_dropped_after_the_last_step_are_told(tmp_path: Path) -> None:
