@@ -66,6 +66,12 @@ def run_resume(run: RunFolder, again: Sequence[str]) -> int:
     return _session(run, body, again)
 
 
+def _what_is_left(run: RunFolder) -> str:
+    if not run.attempts():
+        return "nothing had been started yet"
+    return f"no job is left. Continue with: slipstream resume {run.path}"
+
+
 def _session(run: RunFolder, body: Callable[[], None], again: Sequence[str]) -> int:
     try:
         with stop_once(run):
@@ -79,12 +85,12 @@ def _session(run: RunFolder, body: Callable[[], None], again: Sequence[str]) -> 
                     body()
     except (KeyboardInterrupt, RunCancelled) as error:
         reason = f": {error.reason}" if isinstance(error, RunCancelled) else ""
-        print(f"stopped{reason}; no job is left. Continue with: slipstream resume {run.path}", file=sys.stderr)
+        print(f"stopped{reason}; {_what_is_left(run)}", file=sys.stderr)
         return INTERRUPTED
     except BaseException as error:
         if type(error).__name__ != "TerminationSignal":  # Prefect's, raised on TERM inside a flow
             raise
-        print(f"terminated; no job is left. Continue with: slipstream resume {run.path}", file=sys.stderr)
+        print(f"terminated; {_what_is_left(run)}", file=sys.stderr)
         return 128 + signal.SIGTERM
     print()
     print(summary(run, again))

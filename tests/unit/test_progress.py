@@ -8,6 +8,7 @@ from rich.console import Console
 
 from flows.cli.logs import LateFileHandler
 from flows.cli.progress import PlainPrinter, clock, phase_text, render, sparkline, window_line
+from flows.cli.session import _what_is_left
 from flows.cli.snapshot import Snapshot, held_out_before_after, take_snapshot
 from flows.cli.summary import status, summary
 from slipstream.run_folder import RunFolder, append_jsonl, write_atomic, write_json
@@ -170,3 +171,11 @@ def test_a_log_that_cannot_be_written_is_kept_and_prints_nothing(tmp_path, capsy
     handler.emit(logging.LogRecord("prefect", logging.INFO, "", 0, "two", (), None))
     assert capsys.readouterr().err == ""
     assert [line.split(": ")[1] for line in path.read_text().splitlines()] == ["one", "two"]
+
+
+def test_a_run_that_was_stopped_before_it_began_is_not_to_be_resumed(tmp_path):
+    folder = RunFolder(tmp_path / "r")
+    assert _what_is_left(folder) == "nothing had been started yet"
+    folder = RunFolder.create(tmp_path, "r")
+    folder.begin_attempt(None, 0)
+    assert _what_is_left(folder).endswith(f"Continue with: slipstream resume {folder.path}")
