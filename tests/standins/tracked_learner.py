@@ -17,7 +17,7 @@ def main(folder: str, attempt: str, name: str, checkpoint: str | None = None) ->
         run.output(int(attempt)),
         report_to=[name],
         run_name=run.run_id,
-        project=PROJECT,
+        **({"project": PROJECT} if name == "trackio" else {}),
         logging_steps=2,
         save_strategy="steps",
         save_steps=2,
