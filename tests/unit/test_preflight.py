@@ -168,15 +168,6 @@ def test_no_config(case: Case) -> None:
     assert "an adapter, not a model: name some/base" in case.only().message
 
 
-@pytest.mark.parametrize("settings", [{"model_type": "gpt_oss"}, {"model_type": "qwen3", "layer_types": ["mamba"]}])
-def test_models_that_packed_rows_would_be_wrong_for(tmp_path: Path, settings: dict[str, Any]) -> None:
-    case = Case(tmp_path)
-    config = case.config(model={"name": str(make_model(tmp_path / "other", num_hidden_layers=1, **settings))})
-    (problem,) = preflight(config)
-    assert (problem.key, problem.value) == ("model.name", config.model.name)
-    assert "packed rows" in problem.message
-
-
 def test_broken_config(case: Case) -> None:
     (case.model / "config.json").write_text("[1")
     assert "no JSON object" in case.only().message
