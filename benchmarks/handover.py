@@ -11,40 +11,22 @@ import time
 
 import numpy as np
 
+from benchmarks.planner import make_group
 from slipstream.learner.feed import SampleFeed
 from slipstream.learner.ledger import Ledger
 from slipstream.learner.replay import ReplaySource
 from slipstream.metrics.window import Window
-from slipstream.packing.sample import NOT_GENERATED, Sample
 from slipstream.rollout.setup import Position
 from slipstream.rollout.types import GroupResult
 
-VOCABULARY = 150_000
 
-
-def make_group(number: int, generations: int, prompt: int, completion: int, head: int) -> GroupResult:
-    """A group with one prompt; completions of `completion // 2` to `completion * 2` tokens."""
-    rng = np.random.default_rng(number)
-    question = rng.integers(0, VOCABULARY, prompt)
-    samples = []
-    for _ in range(generations):
-        answer = rng.integers(0, VOCABULARY, rng.integers(completion // 2, completion * 2))
-        ids = np.concatenate([question, answer]).astype(np.int32)
-        trained = np.arange(len(ids)) >= prompt
-        samples.append(
-            Sample(
-                input_ids=ids,
-                trained=trained,
-                logprobs=np.zeros(len(ids), np.float32),
-                versions=np.where(trained, 0, NOT_GENERATED).astype(np.int32),
-                head_ids=np.zeros((len(answer), head), np.int32),
-                head_logprobs=np.zeros((len(answer), head), np.float32),
-                number=number,
-                cost=len(ids),
-                queued_at=1.0,
-                rewards_by_name={"reward": (0.5, 0.1)},
-            )
-        )
+def arrived(number: int, generations: int, prompt: int, completion: int, head: int) -> GroupResult:
+    """A group as the rollout process hands it over."""
+    samples = make_group(np.random.default_rng(number), number, generations, prompt, completion, head)
+    for sample in samples:
+        sample.cost = len(sample)
+        sample.queued_at = 1.0
+        sample.rewards_by_name = {"reward": (0.5, 0.1)}
     observations = [(f"rollout/number_{i}", 1.0, 1.0) for i in range(20)]
     return GroupResult(number, 0, number, number, samples, {}, 0, observations)
 
@@ -92,9 +74,7 @@ def main() -> None:
     per_group = args.prompt + args.generations * args.completion * 1.25
     for ranks in args.ranks:
         count = int(ranks * args.token_budget * args.steps / per_group)
-        groups = [
-            make_group(number, args.generations, args.prompt, args.completion, args.head) for number in range(count)
-        ]
+        groups = [arrived(number, args.generations, args.prompt, args.completion, args.head) for number in range(count)]
         for ahead in (False, True):
             seconds, samples, sent = between_steps(feed_of(groups, ranks, args.token_budget), ahead)
             print(

@@ -40,31 +40,35 @@ class Outcome:
     seconds: float
 
 
-def make_groups(prompt: int, completion: int, head: int) -> list[list[Sample]]:
-    """Groups of samples with one prompt each; completions of `completion // 2` to `completion * 2` tokens."""
-    rng = np.random.default_rng(0)
-    groups = []
-    for number in range(GROUPS):
-        question = rng.integers(0, VOCABULARY, prompt)
-        group = []
-        for _ in range(GENERATIONS):
-            answer = rng.integers(0, VOCABULARY, rng.integers(completion // 2, completion * 2))
-            ids = np.concatenate([question, answer]).astype(np.int32)
-            trained = np.arange(len(ids)) >= prompt
-            group.append(
-                Sample(
-                    input_ids=ids,
-                    trained=trained,
-                    logprobs=np.zeros(len(ids), np.float32),
-                    versions=np.where(trained, 0, NOT_GENERATED).astype(np.int32),
-                    head_ids=np.zeros((len(answer), head), np.int32),
-                    head_logprobs=np.zeros((len(answer), head), np.float32),
-                    advantage=1.0,
-                    number=number,
-                )
+def make_group(
+    rng: np.random.Generator, number: int, generations: int, prompt: int, completion: int, head: int
+) -> list[Sample]:
+    """Samples with one prompt; completions of `completion // 2` to `completion * 2` tokens."""
+    question = rng.integers(0, VOCABULARY, prompt)
+    group = []
+    for _ in range(generations):
+        answer = rng.integers(0, VOCABULARY, rng.integers(completion // 2, completion * 2))
+        ids = np.concatenate([question, answer]).astype(np.int32)
+        trained = np.arange(len(ids)) >= prompt
+        group.append(
+            Sample(
+                input_ids=ids,
+                trained=trained,
+                logprobs=np.zeros(len(ids), np.float32),
+                versions=np.where(trained, 0, NOT_GENERATED).astype(np.int32),
+                head_ids=np.zeros((len(answer), head), np.int32),
+                head_logprobs=np.zeros((len(answer), head), np.float32),
+                advantage=1.0,
+                number=number,
             )
-        groups.append(group)
-    return groups
+        )
+    return group
+
+
+def make_groups(prompt: int, completion: int, head: int) -> list[list[Sample]]:
+    """The groups that are planned and packed."""
+    rng = np.random.default_rng(0)
+    return [make_group(rng, number, GENERATIONS, prompt, completion, head) for number in range(GROUPS)]
 
 
 def plan_and_pack(groups: list[list[Sample]], ranks: int, token_budget: int) -> list[list[Row]]:
