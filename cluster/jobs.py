@@ -1,33 +1,52 @@
 """Records of submitted jobs, and what is known of their state. No decision rests on submitit's result()."""
 
 import contextlib
-import os
-import shutil
-import socket
-import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
-import psutil
-
 from slipstream.run_folder import RunFolder, append_jsonl, read_json, read_jsonl
 
-LEAST_ROOM = 1 << 16  # bytes
 JOB_MARK = "SLIPSTREAM_JOB"  # environment variable that every process of a job inherits
 
 
 class JobState(StrEnum):
     PENDING = "pending"
+    HELD = "held"  # by a person, an administrator, or after a requeue: it does not start by itself
     RUNNING = "running"
+    SUSPENDED = "suspended"
+    COMPLETING = "completing"  # it is ending; its processes may still run
     FINISHED = "finished"
     FAILED = "failed"
-    UNKNOWN = "unknown"
+    CANCELLED = "cancelled"
+    PREEMPTED = "preempted"
+    NODE_FAIL = "node failed"
+    TIMEOUT = "out of time"
+    OUT_OF_MEMORY = "out of memory"
+    BOOT_FAIL = "boot failed"
+    DEADLINE = "deadline"
+    GONE = "gone"  # the scheduler answers, and does not know it any more
+    UNKNOWN = "unknown"  # the scheduler does not answer: nothing is known
 
     @property
     def ended(self) -> bool:
-        return self in (JobState.FINISHED, JobState.FAILED)
+        return self in _ENDED
+
+
+_ENDED = frozenset(
+    {
+        JobState.FINISHED,
+        JobState.FAILED,
+        JobState.CANCELLED,
+        JobState.PREEMPTED,
+        JobState.NODE_FAIL,
+        JobState.TIMEOUT,
+        JobState.OUT_OF_MEMORY,
+        JobState.BOOT_FAIL,
+        JobState.DEADLINE,
+        JobState.GONE,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -56,13 +75,28 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class JobView:
-    """A job's state with what its exit record says, where it left one."""
+    """A job's state with what its exit record says, where it left one.
+
+    Attributes:
+        returncode: of its leader; None where it left no record.
+        reason: why it ended, in its leader's words, or in the scheduler's.
+        final: its leader says that starting it again cannot help (a wrong setting, a full disk).
+        left: the optimizer step at which it saved and left because a signal said so; else None.
+        queue_reason: why the scheduler does not start a pending job, in its words.
+        nodes: that it runs or ran on, where the scheduler says.
+        source: who told the state ("process", "squeue", "scontrol", "sacct").
+    """
 
     state: JobState
     returncode: int | None = None
     reason: str = ""
     log: str = ""
     last_lines: str = ""
+    final: bool = False
+    left: int | None = None
+    queue_reason: str = ""
+    nodes: tuple[str, ...] = ()
+    source: str = ""
 
 
 def record_job(run: RunFolder, record: JobRecord) -> None:
@@ -108,110 +142,50 @@ def latest_job(run: RunFolder, attempt: int, role: str) -> JobRecord | None:
 
 
 def exit_record(run: RunFolder, job: JobRecord) -> dict[str, Any] | None:
-    """How the leader of `job` says that it ended: the newest record of its role and attempt since its submission."""
-    found: list[dict[str, Any]] = []
-    for path in (run.path / "exit").glob(f"{job.role}*.json"):
+    """How the leader of `job` says that it ended; of several nodes the first that failed.
+
+    A record carries the job's incarnation. One without a job's (a leader started by hand) counts for the newest job of
+    its role and attempt, if it was written since that was submitted.
+    """
+    own: list[dict[str, Any]] = []
+    other: list[dict[str, Any]] = []
+    for path in (run.path / "exit").glob("*.json"):
         with contextlib.suppress(ValueError, OSError):
             value = read_json(path)
-            if value and value.get("attempt") == job.attempt and value.get("time", 0) >= job.submitted - 1:
-                found.append(value)
-    return max(found, key=lambda value: value.get("time", 0), default=None)
+            if not value:
+                continue
+            if value.get("incarnation") == job.incarnation:
+                own.append(value)
+            elif path.name.startswith(job.role) and _may_be_of(value, job):
+                other.append(value)
+    found = own or sorted(other, key=lambda value: -value.get("time", 0))[:1]
+    return min(found, key=lambda value: (value.get("returncode") == 0, value.get("time", 0)), default=None)
 
 
-def find_process(pid: int, start_time: float) -> psutil.Process | None:
-    """The process with this pid *and* creation time, None where it is gone (a zombie is gone)."""
-    try:
-        process = psutil.Process(pid)
-        if abs(process.create_time() - start_time) > 0.5 or process.status() == psutil.STATUS_ZOMBIE:
-            return None
-    except psutil.Error:
-        return None
-    return process
-
-
-def disk_is_full(run: RunFolder) -> bool:
-    """Whether the run's storage has no room left even for small files."""
-    try:
-        return shutil.disk_usage(run.path).free < LEAST_ROOM
-    except OSError:
-        return False
-
-
-def job_view(run: RunFolder, job: JobRecord) -> JobView:
-    """State of a local job, by its controller's process and its exit record; UNKNOWN from another host."""
-    if job.host != socket.gethostname():
-        return JobView(JobState.UNKNOWN, reason=f"it runs on {job.host}, this is {socket.gethostname()}")
-    if find_process(int(job.job_id), job.start_time):
-        return JobView(JobState.RUNNING)
-    record = exit_record(run, job)
-    if record is None:
-        why = f"the disk of {run.path} is full" if disk_is_full(run) else "killed, or out of memory"
-        return JobView(JobState.FAILED, reason=f"its process is gone and left no exit record ({why})")
-    code = int(record.get("returncode", 1))
-    return JobView(
-        JobState.FINISHED if code == 0 else JobState.FAILED,
-        code,
-        str(record.get("reason", "")),
-        str(record.get("log", "")),
-        str(record.get("last_lines", "")),
+def _may_be_of(record: dict[str, Any], job: JobRecord) -> bool:
+    return (
+        not record.get("job")
+        and record.get("attempt") == job.attempt
+        and bool(record.get("time", 0) >= job.submitted - 1)
     )
 
 
-def job_processes(job: JobRecord) -> list[psutil.Process]:
-    """Every live process of a local job: the controller, its descendants, and whatever inherited the job's mark."""
-    if job.host != socket.gethostname():
-        return []
-    found: dict[int, psutil.Process] = {}
-    controller = find_process(int(job.job_id), job.start_time)
-    if controller:
-        found[controller.pid] = controller
-        with contextlib.suppress(psutil.Error):
-            found |= {child.pid: child for child in controller.children(recursive=True)}
-    for process in psutil.process_iter():
-        if process.pid in found or process.pid == os.getpid():
-            continue
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(JOB_MARK) == job.mark:
-                found[process.pid] = process
-    return [process for process in found.values() if _alive(process)]
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def cancel_jobs(jobs: Iterable[JobRecord], grace_s: float = 30.0) -> list[JobRecord]:
-    """TERM the controllers of local jobs (they forward it to their leaders), wait, KILL what is left.
-
-    Idempotent, bounded by about `grace_s` for all jobs together, and exact: only processes known by pid and creation
-    time, or by the mark in their environment, are signalled. Returns the jobs that had live processes.
-    """
-    families = [(job, job_processes(job)) for job in jobs]
-    live = [job for job, processes in families if processes]
-    if not live:
-        return []
-    watched = {process.pid: process for _, processes in families for process in processes}
-    for job, processes in families:
-        controller = find_process(int(job.job_id), job.start_time)
-        # Without its controller the leader has no one to forward the signal: tell the oldest that is left.
-        for head in [controller] if controller else sorted(processes, key=lambda p: p.create_time())[:1]:
-            with contextlib.suppress(psutil.Error):
-                head.terminate()
-    deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline:
-        psutil.wait_procs(list(watched.values()), timeout=0.1)
-        if not any(_alive(process) for process in watched.values()):
-            break
-    for _ in range(3):  # a process that was forking while it was killed may leave one more
-        left = {p.pid: p for job in live for p in job_processes(job)}
-        left |= {pid: process for pid, process in watched.items() if _alive(process)}
-        if not left:
-            break
-        for process in left.values():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(list(left.values()), timeout=5)
-    return live
+def with_exit_record(view: JobView, record: dict[str, Any] | None) -> JobView:
+    """`view` of an ended job, with what its leader recorded; the leader's exit code decides where the job only ended."""
+    if record is None:
+        return view
+    code = int(record.get("returncode", 1))
+    state = view.state
+    if state in (JobState.FINISHED, JobState.FAILED, JobState.GONE):
+        state = JobState.FINISHED if code == 0 else JobState.FAILED
+    left = record.get("left")
+    return replace(
+        view,
+        state=state,
+        returncode=code,
+        reason=str(record.get("reason", "")) or view.reason,
+        log=str(record.get("log", "")),
+        last_lines=str(record.get("last_lines", "")),
+        final=bool(record.get("final")),
+        left=None if left is None else int(left),
+    )

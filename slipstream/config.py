@@ -111,6 +111,7 @@ class AsyncGRPOConfig(TrainingArguments):
     max_staleness: int = _field("max_staleness")
     weight_sync_steps: int = _field("weight_sync_steps")
     rollout_worker_timeout: float = _field("rollout_worker_timeout")
+    rollout_worker_restarts: int = _field("rollout_worker_restarts")
     reward_timeout: float = _field("reward_timeout")
 
     # logging

@@ -23,9 +23,17 @@ HEARTBEAT_INTERVAL_S = 2.0
 HEARTBEAT_WRITE_S = 0.5
 
 
+INCARNATION_ENV = "SLIPSTREAM_INCARNATION"
+
+
 def new_incarnation() -> str:
     """A random id of one start of one process."""
     return secrets.token_hex(4)
+
+
+def job_incarnation() -> str:
+    """The incarnation of the job that this process belongs to; a new one where it was started by hand."""
+    return os.environ.get(INCARNATION_ENV) or new_incarnation()
 
 
 def die_with_parent(parent_pid: int | None = None, with_signal: signal.Signals = signal.SIGKILL) -> None:
@@ -174,8 +182,16 @@ def write_exit(
     reason: str,
     log: Path,
     lines: int = 30,
+    *,
+    final: bool = False,
+    left: int | None = None,
 ) -> None:
-    """Record how one start of a role ended; `reason` in plain words, and the last `lines` of the log of a failure."""
+    """Record how one start of a role ended; `reason` in plain words, and the last `lines` of the log of a failure.
+
+    Args:
+        final: whether starting it again cannot help.
+        left: the optimizer step at which it saved and left because a signal said so.
+    """
     write_json(
         folder.exit_file(role, incarnation),
         {
@@ -185,6 +201,9 @@ def write_exit(
             "host": socket.gethostname(),
             "returncode": returncode,
             "reason": reason,
+            "job": os.environ.get(INCARNATION_ENV) == incarnation,
+            "final": final,
+            "left": left,
             "log": str(log),
             "last_lines": "" if returncode == 0 else last_lines(log, lines),
             "time": time.time(),

@@ -171,6 +171,13 @@ class TrainerSection(Section):
         le=MOST_SECONDS,
         description="Seconds without a heartbeat until it counts as hung.",
     )
+    rollout_worker_restarts: int = Field(
+        3,
+        title="Rollout worker restarts",
+        ge=0,
+        description="How often a rollout process that died or hung is started again without a new group in between, "
+        "before the learner fails.",
+    )
     reward_timeout: float = Field(
         300.0,
         title="Reward timeout",
@@ -309,6 +316,13 @@ class ServerSection(Section):
     startup_timeout: float = Field(
         1800.0, title="Start-up timeout", gt=0, le=MOST_SECONDS, description="Seconds until the server must answer."
     )
+    stall_timeout: float = Field(
+        600.0,
+        title="Stall timeout",
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds that a server may not answer, or run requests without a token, until it counts as hung.",
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> "ServerSection":
@@ -353,6 +367,16 @@ class LearnerSection(Section):
         le=MOST_SECONDS,
         description="Seconds without any progress until the run counts as stuck.",
     )
+    sync_timeout: float = Field(
+        1800.0,
+        title="Delivery timeout",
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds that one delivery of weights may take; waiting for a server that is restarted does not count.",
+    )
+    save_timeout: float = Field(
+        1800.0, title="Checkpoint timeout", gt=0, le=MOST_SECONDS, description="Seconds that one checkpoint may take."
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> "LearnerSection":
@@ -379,6 +403,12 @@ class ClusterSection(Section):
         min_length=1,
         description="Name of a profile in slurm/profiles (like local or slurm), or path of a profile file.",
     )
+    shape: Literal["separate", "one_allocation"] = Field(
+        "separate",
+        title="Shape",
+        description="separate: a job for the server and one for the learner. one_allocation: one job, learner nodes "
+        "first and server nodes last, that ends together.",
+    )
 
 
 class StorageSection(Section):
@@ -393,8 +423,57 @@ class RecoverySection(Section):
     """What happens when a part of the run dies."""
 
     max_restarts: int = Field(
-        0, title="Restarts", ge=0, description="How often a dead part is started again before the run fails."
+        5,
+        title="Restarts",
+        ge=0,
+        description="How often a dead part is started again without a new step in between before the run fails; "
+        "a fault that comes again at the same step counts twice. 0: the first fault ends the run.",
     )
+    backoff: float = Field(
+        10.0,
+        title="Back-off",
+        ge=0,
+        le=86400,
+        description="Seconds before the second restart in a row; doubled each time.",
+    )
+    backoff_max: float = Field(
+        600.0, title="Largest back-off", ge=0, le=86400, description="Most seconds between a fault and its restart."
+    )
+    max_idle_gpu_minutes: float = Field(
+        30.0,
+        title="Idle GPUs",
+        gt=0,
+        le=MOST_SECONDS / 60,
+        description="Minutes that a server may wait for a learner in the cluster's queue, or a learner for a server, "
+        "before its nodes are given back.",
+    )
+    exclude_minutes: float = Field(
+        120.0,
+        title="Exclusion",
+        ge=0,
+        le=MOST_SECONDS / 60,
+        description="Minutes that a node which was at fault twice is not used.",
+    )
+    lease: float = Field(
+        60.0,
+        title="Lease",
+        ge=2,
+        le=86400,
+        description="Seconds without a sign of the process that leads the run until another takes over.",
+    )
+    poll: float = Field(
+        10.0,
+        title="Poll interval",
+        ge=0.2,
+        le=3600,
+        description="Seconds between two questions to the cluster's scheduler, with a fifth of jitter.",
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> "RecoverySection":
+        if self.backoff > self.backoff_max:
+            raise Impossible([("backoff", self.backoff, f"is more than backoff_max = {self.backoff_max:g}")])
+        return self
 
 
 class RunConfig(Section):

@@ -178,6 +178,36 @@ class RunFolder:
         return self.path / "cancel.json"
 
     @property
+    def assignment_file(self) -> Path:
+        return self.path / "assignment.json"
+
+    def assignment(self) -> dict[str, Any]:
+        """Which job of each role counts now, by the supervisor that leads: `{"attempt": n, "server": incarnation, …}`.
+
+        Empty where nobody supervises (leaders started by hand). A job that is not named any more has been replaced: it
+        must end itself, and readers ignore what it still says.
+        """
+        try:
+            value = read_json(self.assignment_file)
+        except (ValueError, OSError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def replaced(self, role: str, incarnation: str) -> bool:
+        """Whether the supervisor has put another job in the place of this one."""
+        assignment = self.assignment()
+        named = assignment.get(role) or assignment.get("allocation")
+        return bool(assignment) and named != incarnation
+
+    def leave_file(self, incarnation: str) -> Path:
+        """Written by the leader of a job whose time is up; its ranks save at the same step, and leave."""
+        return self.path / "signals" / f"{incarnation}.json"
+
+    def meeting_file(self, incarnation: str) -> Path:
+        """Where the nodes of a job meet: written by its first node."""
+        return self.path / "endpoints" / f"meeting-{incarnation}.json"
+
+    @property
     def report_file(self) -> Path:
         return self.path / "report.html"
 

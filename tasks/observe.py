@@ -3,7 +3,8 @@
 from typing import Any
 
 from cluster.decide import ROLES, Beat, Observation, Policy
-from cluster.jobs import JobView, job_view, latest_job
+from cluster.jobs import JobView, latest_job
+from cluster.local_jobs import job_view
 from cluster.submit import job_log
 from slipstream.process import last_lines
 from slipstream.run_config import RunConfig

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from cluster.jobs import JobRecord, cancel_jobs, read_jobs, unrecorded_jobs
+from cluster.jobs import JobRecord, read_jobs, unrecorded_jobs
+from cluster.local_jobs import cancel_jobs
 from cluster.profile import ClusterError, ClusterProfile, load_profile
 from cluster.submit import check_profile
 from slipstream.config_file import ConfigError, Problem, dump_config, load_config
@@ -40,10 +41,6 @@ def check(config: RunConfig) -> list[Problem]:
         check_profile(profile, config)
     except ClusterError as error:
         raise ConfigError([Problem("", None, str(error))]) from None
-    if config.recovery.max_restarts:
-        value = config.recovery.max_restarts
-        message = "parts are not restarted by themselves yet: set it to 0; `slipstream resume` continues a failed run"
-        raise ConfigError([Problem("recovery.max_restarts", value, message)])
     return preflight.check(config)
 
 

@@ -2,7 +2,8 @@
 
 import time
 
-from cluster.jobs import JobRecord, cancel_jobs
+from cluster.jobs import JobRecord
+from cluster.local_jobs import cancel_jobs
 from slipstream.run_folder import RunFolder, write_json
 from tasks.claim import superseded
 from tasks.interrupt import uninterrupted

@@ -3,7 +3,8 @@
 import shlex
 from collections.abc import Sequence
 
-from cluster.jobs import job_view, latest_job
+from cluster.jobs import latest_job
+from cluster.local_jobs import job_view
 from flows.cli.progress import clock, phase_text
 from flows.cli.snapshot import HELD_OUT_OF_ONE, held_out_before_after, take_snapshot, wall_time_s
 from slipstream.run_folder import RunFolder, read_json

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.jobs import job_processes
+from cluster.local_jobs import job_processes
 from slipstream.run_folder import RunFolder, read_json
 from tasks.prepare import all_jobs
 

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.jobs import cancel_jobs, job_processes
+from cluster.local_jobs import cancel_jobs, job_processes
 from slipstream.process import last_lines, spawn, stop
 from slipstream.run_folder import RunFolder, read_json
 from tasks.prepare import all_jobs

@@ -15,18 +15,8 @@ import psutil
 import pytest
 
 from cluster import entry
-from cluster.jobs import (
-    JobRecord,
-    JobState,
-    cancel_jobs,
-    exit_record,
-    find_process,
-    job_processes,
-    job_view,
-    latest_job,
-    read_jobs,
-    unrecorded_jobs,
-)
+from cluster.jobs import JobRecord, JobState, exit_record, latest_job, read_jobs, unrecorded_jobs
+from cluster.local_jobs import cancel_jobs, find_process, job_processes, job_view
 from cluster.profile import ClusterError, ClusterProfile
 from cluster.submit import check_profile, describe, job_log, submit
 from slipstream.config_file import parse_config

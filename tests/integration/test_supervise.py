@@ -14,7 +14,8 @@ import pytest
 
 from cluster import entry
 from cluster.decide import Kind
-from cluster.jobs import cancel_jobs, job_processes, read_jobs
+from cluster.jobs import read_jobs
+from cluster.local_jobs import cancel_jobs, job_processes
 from slipstream.config_file import ConfigError, Problem, dump_config, parse_config
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json, read_jsonl
@@ -196,7 +197,6 @@ def test_nothing_is_created_where_the_configuration_is_refused(tmp_path: Path, m
     for sections in (
         {"cluster": {"profile": "nowhere"}},
         {"cluster": {"profile": "slurm"}},
-        {"recovery": {"max_restarts": 2}},
         {},
     ):
         with pytest.raises(ConfigError):

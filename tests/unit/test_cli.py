@@ -70,7 +70,6 @@ def test_demo_is_the_demo_configuration(cli: CliRunner) -> None:
         (["train", "examples/demo.toml", "--set", "trainer.max_stepz=3"], "did you mean trainer.max_steps"),
         (["train", "examples/demo.toml", "--set", "trainer.max_steps=many"], "trainer.max_steps"),
         (["train", "examples/demo.toml", "--set", "cluster.profile=nowhere"], "Known profiles: local, slurm"),
-        (["train", "examples/demo.toml", "--set", "recovery.max_restarts=1"], "recovery.max_restarts = 1"),
         (["train", "examples/demo.toml", "--set", "model.name=./no-such-model"], "model.name"),
         (["train", "examples/demo.toml", "--set", "data.source=no-such.jsonl"], "data.source"),
         (["train", "examples/demo.toml", "--set", "reward.functions=['nowhere:f']"], "reward.functions"),

@@ -26,6 +26,7 @@ BEYOND_THE_PAGE = {
     "activation_checkpointing_kwargs",
     "vllm_server_token_file",
     "record_samples",
+    "rollout_worker_restarts",
     "reward_timeout",
     "run_dir",
     "attempt",

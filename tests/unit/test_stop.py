@@ -11,7 +11,8 @@ import pytest
 
 import tasks.prepare
 import tasks.stop
-from cluster.jobs import JOB_MARK, JobRecord, JobState, job_view, record_job
+from cluster.jobs import JOB_MARK, JobRecord, JobState, record_job
+from cluster.local_jobs import job_view
 from slipstream.run_folder import RunFolder
 from tasks.outcome import NothingToResume
 from tasks.stop import stop
