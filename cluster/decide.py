@@ -4,25 +4,37 @@ Contract of `decide(observation, policy, state)`:
 
 1. A decision that ends the run (FINISH, FAIL, CANCELLED) comes with a CANCEL for every job that is still live, and with
    nothing else. Exactly one of the three ends a run.
-2. A cancel that was requested wins over everything, also over a failure that it caused.
+2. A cancel that was requested wins over everything, also over a failure that it caused. A job that a person cancelled is
+   such a request.
 3. A result that the learner wrote counts once the learner has left (or has had `exit_grace_s` to leave).
-4. A dead server outranks a dead learner as the cause, since a learner without its server dies of it.
-5. Deadlines run on the observer's monotonic clock, from the moment the observer first saw a phase; a job that waits in
-   the cluster's queue has no deadline. A beat proves life; only a *changed* progress or step proves work.
+4. A part that is dead or hung is given up (STOP with a `Fault`) and then started again (START): a server in the same
+   attempt, a learner or a whole allocation in a new one. The server outranks the learner as the cause.
+5. Restarts are bounded by `strikes`, wait as `delay_s` says, and a part that says that a restart cannot help gets none.
+6. Deadlines run on the observer's monotonic clock, from the moment the observer first saw a phase; a job that waits in
+   the cluster's queue, is suspended, or of which the scheduler says nothing, has none.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from cluster import recovery
+from cluster.hang import Beat, hung
 from cluster.jobs import JobState, JobView
+from cluster.memory import State
+from cluster.recovery import Fault
+
+__all__ = ["ENDINGS", "ROLES", "Action", "Beat", "Decision", "Kind", "Observation", "Policy", "State", "decide"]
 
 ROLES = ("server", "learner")
+LEARNERS = ("learner", "allocation")
 
 
 class Kind(StrEnum):
     WAIT = "wait"
     START = "start"
-    CANCEL = "cancel"
+    STOP = "stop"  # one job; the run goes on
+    LEAVE = "leave"  # ask the learner to save and leave
+    CANCEL = "cancel"  # one job of a run that ends
     FINISH = "finish"
     FAIL = "fail"
     CANCELLED = "cancelled"
@@ -38,33 +50,36 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What of a heartbeat decides: `counter` counts beats; `work` is any value that changes while work is done."""
-
-    counter: int
-    work: tuple[float, ...] = ()
-    training: bool = False
-
-
-@dataclass(frozen=True)
 class Observation:
     """One look at a run.
 
     Args:
         now: the observer's monotonic clock, in seconds.
-        jobs: newest job of each role in this attempt; a role without a job is absent.
-        beats: newest heartbeat of this attempt by writer: server, learner, rollout.
-        endpoint: whether the server's address of this attempt is on storage.
+        time: seconds since the epoch.
+        jobs: the job of each role that counts; a role without a job is absent.
+        incarnations: of these jobs.
+        beats: newest heartbeat of these jobs by writer: server-0, learner, learner-1, rollout…
+        endpoint: whether the address of this server is on storage.
         result: whether the learner of this attempt has written its result.
         cancel: who asked to stop and why; empty if nobody did.
+        hopeless: role -> why its pending job will never start; roles without such a reason are absent.
+        step: optimizer steps that the run has done, over all attempts.
+        attempt: the newest.
+        faults: of the run so far, oldest first.
     """
 
     now: float
+    time: float = 0.0
     jobs: dict[str, JobView] = field(default_factory=dict)
+    incarnations: dict[str, str] = field(default_factory=dict)
     beats: dict[str, Beat] = field(default_factory=dict)
     endpoint: bool = False
     result: bool = False
     cancel: str = ""
+    hopeless: dict[str, str] = field(default_factory=dict)
+    step: int = 0
+    attempt: int = 1
+    faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,38 +89,19 @@ class Policy:
     server_startup_s: float
     learner_startup_s: float
     step_s: float
+    sync_s: float = 1800.0
+    save_s: float = 1800.0
     roles: tuple[str, ...] = ROLES
+    max_restarts: int = 0
+    backoff_s: float = 10.0
+    backoff_max_s: float = 600.0
+    max_idle_s: float = 1800.0
     # Beats come every 2 s. A beat may be late on a busy machine or a slow file system, but not by minutes.
     heartbeat_s: float = 180.0
     # A learner that has written its result only has to close its process group and its files.
     exit_grace_s: float = 120.0
-    # The scheduler may not answer for a while; a job that stays unknown is lost.
-    unknown_s: float = 300.0
-
-
-@dataclass(frozen=True)
-class State:
-    """What the decider remembers: since when it has seen what."""
-
-    since: dict[str, float] = field(default_factory=dict)
-    seen: dict[str, object] = field(default_factory=dict)
-
-    def first(self, key: str, now: float, condition: bool) -> "State":
-        """Remember `now` at the first time that `condition` holds; forget it when it does not."""
-        if condition == (key in self.since):
-            return self
-        since = {k: v for k, v in self.since.items() if k != key}
-        return replace(self, since={**since, key: now} if condition else since)
-
-    def changed(self, key: str, now: float, value: object) -> "State":
-        """Remember `now` whenever `value` differs from what was seen before."""
-        if key in self.seen and self.seen[key] == value:
-            return self
-        return replace(self, since={**self.since, key: now}, seen={**self.seen, key: value})
-
-    def age(self, key: str, now: float) -> float:
-        """Seconds since `key` was remembered; 0 if it is not."""
-        return now - self.since.get(key, now)
+    # A scheduler may show a job as pending with a hopeless reason for moments while it is set up.
+    hopeless_s: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +110,7 @@ class Decision:
     reason: str
     state: State
     role: str | None = None
+    fault: Fault | None = None
 
     @property
     def ending(self) -> Kind | None:
@@ -129,90 +126,183 @@ def decide(seen: Observation, policy: Policy, state: State) -> Decision:
 
     if seen.cancel:
         return end(Kind.CANCELLED, seen.cancel)
-    learner = seen.jobs.get("learner")
+    learner = next((seen.jobs[role] for role in LEARNERS if role in seen.jobs), None)
     if seen.result and learner is not None:
         if learner.state.ended:
             return end(Kind.FINISH, "the learner has finished")
         if state.age("result", seen.now) > policy.exit_grace_s:
             return end(Kind.FINISH, f"the learner has its result, but did not exit within {policy.exit_grace_s:.0f} s")
-    failure = _failure(seen, policy, state)
-    if failure:
-        return end(Kind.FAIL, failure[1], failure[0])
-    absent = [role for role in policy.roles if role not in seen.jobs]
-    if absent:
-        actions = tuple(Action(Kind.START, role) for role in absent)
-        return Decision(actions, f"{' and '.join(absent)} not started yet", state)
-    return Decision((Action(Kind.WAIT),), _waiting_for(seen), state)
+    for role, view in sorted(seen.jobs.items()):
+        if view.state is JobState.CANCELLED and not seen.result:
+            return end(Kind.CANCELLED, f"the {role}'s job was cancelled from outside (scancel)")
+    for role, why in seen.hopeless.items():
+        if state.age(f"{role} hopeless", seen.now) >= policy.hopeless_s:
+            return end(Kind.FAIL, f"the {role}'s job will never start: {why}", role)
+    found = _fault(seen, policy, state)
+    if found is not None:
+        fault, final = found
+        if final:
+            return end(Kind.FAIL, fault.reason, fault.role)
+        count = recovery.strikes((*seen.faults, fault), seen.step)
+        if count > policy.max_restarts:
+            return end(Kind.FAIL, fault.reason + _given_up(policy, count), fault.role)
+        again = "starting it again" if fault.role == "server" else "resuming from the newest checkpoint"
+        return Decision((Action(Kind.STOP, fault.role),), f"{fault.reason}: {again}", state, fault.role, fault)
+    if idle := _idle(seen, policy, state):
+        return Decision(*idle[:2], state, idle[2].role if idle[2] else None, idle[2])
+    if refused := _refused(seen, policy):
+        return end(Kind.FAIL, refused.reason, refused.role)
+    starts, why = _starts(seen, policy, state)
+    if starts:
+        return Decision(tuple(Action(Kind.START, role) for role in starts), why, state)
+    return Decision((Action(Kind.WAIT),), why or _waiting_for(seen, state), state)
+
+
+def _given_up(policy: Policy, count: int) -> str:
+    if policy.max_restarts == 0:
+        return ""
+    return f" ({count} strikes without a new step; recovery.max_restarts = {policy.max_restarts})"
 
 
 def _remember(seen: Observation, policy: Policy, state: State) -> State:
     now = seen.now
-    for role in ROLES:
+    for role in (*ROLES, "allocation"):
         view = seen.jobs.get(role)
-        state = state.first(f"{role} running", now, view is not None and view.state == JobState.RUNNING)
-        state = state.first(f"{role} unknown", now, view is not None and view.state == JobState.UNKNOWN)
-        beat = seen.beats.get(role)
-        state = state.changed(f"{role} beat", now, beat.counter if beat else None)
-    running = "learner running" in state.since
-    state = state.first("learner may load", now, running and (seen.endpoint or "server" not in policy.roles))
+        state = state.owned(role, seen.incarnations.get(role, "") if view else None)
+        state = state.first(f"{role} absent", now, view is None)
+        state = state.first(f"{role} pending", now, view is not None and view.state is JobState.PENDING)
+        state = state.first(f"{role} running", now, view is not None and view.state is JobState.RUNNING)
+        state = state.first(f"{role} hopeless", now, role in seen.hopeless)
+    for name, beat in seen.beats.items():
+        state = state.changed(f"{name} beat", now, beat.counter)
+    for gone in [key for key in state.seen if key.endswith(" beat") and key.removesuffix(" beat") not in seen.beats]:
+        state = state.forget(gone)
+    running = any(f"{role} running" in state.since for role in LEARNERS)
+    external = policy.roles == ("learner",)
+    state = state.first("learner may load", now, running and (seen.endpoint or external))
     state = state.first("result", now, seen.result)
-    training = state.seen.get("training") is True or _training(seen)
-    state = state.changed("training", now, training)
-    return state.changed("work", now, tuple(seen.beats[w].work for w in sorted(seen.beats)))
+    mine = seen.beats.get("learner")
+    state = state.changed("training", now, mine is not None and (mine.training or state.seen.get("training") is True))
+    state = state.changed("phase", now, (mine.phase, mine.step) if mine else None)
+    return state.changed("work", now, tuple(seen.beats[name].work for name in sorted(seen.beats)))
 
 
-def _training(seen: Observation) -> bool:
-    beat = seen.beats.get("learner")
-    return beat is not None and beat.training
+def _fault(seen: Observation, policy: Policy, state: State) -> tuple[Fault, bool] | None:
+    """What is wrong, most likely cause first, and whether a restart cannot help; None while nothing is."""
 
+    def fault(role: str, kind: str, reason: str, nodes: tuple[str, ...] = ()) -> Fault:
+        job = seen.incarnations.get(role, "")
+        return Fault(seen.time, seen.attempt, role, kind, seen.step, nodes, reason, job)
 
-def _failure(seen: Observation, policy: Policy, state: State) -> tuple[str, str] | None:
-    """(role, reason) of what is wrong, most likely cause first; None while nothing is."""
-    now = seen.now
-    server, learner = seen.jobs.get("server"), seen.jobs.get("learner")
-    if server is not None and server.state.ended and not seen.result:
-        learner_died = learner is not None and learner.state == JobState.FAILED
-        if not (learner_died and server.state == JobState.FINISHED):
-            return "server", f"the server has ended{_how(server)}"
-    if learner is not None and learner.state == JobState.FAILED:
-        return "learner", f"the learner has ended{_how(learner)}"
-    if learner is not None and learner.state == JobState.FINISHED and not seen.result:
-        return "learner", "the learner exited without an error, but it wrote no result"
-    for role in ROLES:
-        if state.age(f"{role} unknown", now) > policy.unknown_s:
-            return role, f"the state of the {role}'s job has been unknown for {policy.unknown_s:.0f} s"
-    if not seen.endpoint and state.age("server running", now) > policy.server_startup_s:
-        return "server", (
-            f"the server was not ready within server.startup_timeout = {policy.server_startup_s:g} s: "
-            "look into its log, or raise the limit"
-        )
+    learner_failed = any(role in seen.jobs and seen.jobs[role].state.ended for role in LEARNERS)
+    for role in ("server", *LEARNERS):
+        view = seen.jobs.get(role)
+        if view is None or not view.state.ended or seen.result:
+            continue
+        if role == "server" and learner_failed and view.state is JobState.FINISHED:
+            continue  # it left after its learner
+        kind, reason = _how_it_ended(role, view)
+        nodes = view.nodes if len(view.nodes) == 1 or kind == recovery.NOT_CHECKED else ()
+        return fault(role, kind, reason, nodes), view.final
+    if any(view.state is JobState.UNKNOWN for view in seen.jobs.values()):
+        return None  # nothing can be stopped or started either
     if seen.result:
         return None
-    for role in ROLES:
-        silent = state.age(f"{role} beat", now)
-        if role in seen.beats and state.age(f"{role} running", now) >= silent > policy.heartbeat_s:
-            return role, f"the {role}'s leader has not written a heartbeat for {silent:.0f} s"
-    if state.seen.get("training") is not True:
-        if state.age("learner may load", now) > policy.learner_startup_s:
-            return "learner", (
-                f"the learner did not begin to train within learner.startup_timeout = {policy.learner_startup_s:g} s: "
-                "look into its log, or raise the limit"
-            )
-    elif min(state.age("work", now), state.age("training", now)) > policy.step_s:
-        return "learner", f"no progress for learner.step_timeout = {policy.step_s:g} s: the run is stuck"
+    stuck = hung(seen.beats, seen.jobs, seen.endpoint, policy, state, seen.now)
+    return (fault(stuck.role, recovery.HUNG, stuck.reason, stuck.nodes), False) if stuck else None
+
+
+def _how_it_ended(role: str, view: JobView) -> tuple[str, str]:
+    who = {"allocation": "the run's allocation"}.get(role, f"the {role}")
+    if view.left is not None:
+        return recovery.LEFT, f"{who} {view.reason or f'saved at step {view.left} and left'}"
+    if view.state is JobState.FINISHED and role != "server":
+        return recovery.DIED, f"{who} exited without an error, but it wrote no result"
+    kind = recovery.KINDS.get(view.state, recovery.DIED)
+    if view.reason.startswith("node "):
+        kind = recovery.NOT_CHECKED
+    how = "" if kind in (recovery.DIED, recovery.NOT_CHECKED) else f" ({view.state})"
+    code = "" if view.returncode is None else f" with exit code {view.returncode}"
+    return kind, f"{who} has ended{how}{code}" + (f": {view.reason}" if view.reason else "")
+
+
+def _idle(seen: Observation, policy: Policy, state: State) -> tuple[tuple[Action, ...], str, Fault | None] | None:
+    """An allocation that waits for the other's turn in the queue is given back after a while."""
+    server, learner = seen.jobs.get("server"), seen.jobs.get("learner")
+    if server is None or learner is None:
+        return None
+    waits = min(state.age("server running", seen.now), state.age("learner pending", seen.now))
+    if waits > policy.max_idle_s and seen.endpoint:
+        why = f"the server has waited {waits / 60:.0f} minutes for a learner that is queued: its nodes are given back"
+        job = seen.incarnations.get("server", "")
+        fault = Fault(seen.time, seen.attempt, "server", recovery.RELEASED, seen.step, (), why, job)
+        return (Action(Kind.STOP, "server"),), why, fault
+    waits = min(state.age("learner running", seen.now), state.age("server pending", seen.now))
+    if waits > policy.max_idle_s:
+        why = f"the learner has waited {waits / 60:.0f} minutes for a server that is queued: it saves and leaves"
+        return (Action(Kind.LEAVE, "learner"),), why, None
     return None
 
 
-def _how(view: JobView) -> str:
-    code = "" if view.returncode is None else f" with exit code {view.returncode}"
-    return f"{code}: {view.reason}" if view.reason else code
+def _refused(seen: Observation, policy: Policy) -> Fault | None:
+    """The refusal of a job that has been submitted often enough."""
+    last = seen.faults[-1] if seen.faults else None
+    if last is None or last.kind != recovery.REFUSED or last.role in seen.jobs:
+        return None
+    return last if recovery.strikes(seen.faults, seen.step) > policy.max_restarts else None
 
 
-def _waiting_for(seen: Observation) -> str:
-    if any(view.state == JobState.PENDING for view in seen.jobs.values()):
-        return "waiting for the cluster"
+def _starts(seen: Observation, policy: Policy, state: State) -> tuple[list[str], str]:
+    """Roles to start now; or why an absent one is not started yet."""
+    absent = [role for role in policy.roles if role not in seen.jobs]
+    if not absent:
+        return [], ""
+    wait = recovery.delay_s(recovery.strikes(seen.faults, seen.step), policy.backoff_s, policy.backoff_max_s)
+    ready, why = [], ""
+    for role in absent:
+        left = wait - state.age(f"{role} absent", seen.now)
+        last = next((fault for fault in reversed(seen.faults) if fault.role == role), None)
+        if why_not := _waits_for_the_other(role, last, seen, policy, state):
+            why = why_not
+            continue
+        if last is not None and left > 0:
+            why = f"{last.reason}: starting again in {left:.0f} s"
+            continue
+        ready.append(role)
+    if ready:
+        return ready, f"{' and '.join(ready)} not started yet"
+    return [], why
+
+
+def _waits_for_the_other(role: str, last: Fault | None, seen: Observation, policy: Policy, state: State) -> str:
+    """Why nodes for `role` would only wait for the other's; '' if they would not."""
+    learner = seen.jobs.get("learner")
+    if role == "server" and recovery.released(seen.faults, role) and learner is not None:
+        if learner.state is not JobState.RUNNING:
+            return "waiting for the cluster: the server starts once the learner's nodes are there"
+    if role == "learner" and last is not None and last.kind == recovery.LEFT:
+        if state.age("server pending", seen.now) > policy.max_idle_s:
+            return "waiting for the cluster: the learner starts once the server's nodes are there"
+    return ""
+
+
+def _waiting_for(seen: Observation, state: State) -> str:
+    unknown = sorted(role for role, view in seen.jobs.items() if view.state is JobState.UNKNOWN)
+    if unknown:
+        return f"the scheduler does not answer: nothing is known of {' and '.join(unknown)}"
+    for role, view in sorted(seen.jobs.items()):
+        if view.state is JobState.HELD:
+            return f"the {role}'s job is held ({view.queue_reason or 'no reason given'}): release it, or stop the run"
+        if view.state is JobState.SUSPENDED:
+            return f"the {role}'s job is suspended"
+    pending = {role: view.queue_reason for role, view in sorted(seen.jobs.items()) if view.state is JobState.PENDING}
+    if pending:
+        reasons = ", ".join(f"{role}: {reason}" for role, reason in pending.items() if reason)
+        return f"waiting for the cluster ({reasons})" if reasons else "waiting for the cluster"
     if not seen.endpoint:
-        return "the server is starting"
-    if not _training(seen):
+        restarted = state.seen.get("training") is True
+        return "the server is starting again" if restarted else "the server is starting"
+    beat = seen.beats.get("learner")
+    if beat is None or not beat.training:
         return "the learner is starting"
     return "closing down" if seen.result else "training"

@@ -14,48 +14,49 @@ from prefect.runtime import flow_run
 from cluster.decide import Decision, Kind, Observation
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
-from tasks import claim as claiming
 from tasks import finish as finishing
+from tasks import lease as leasing
 from tasks import prepare as preparing
 from tasks import start as starting
 from tasks import stop as stopping
 from tasks import supervise as supervising
 from tasks.interrupt import uninterrupted
-from tasks.outcome import Outcome, RunCancelled, RunFailed
+from tasks.outcome import Outcome, outcome_of
 
 OPTIONS: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
 
 
 @task(name="prepare", **OPTIONS)
-def prepare(config: RunConfig, run_id: str | None) -> tuple[str, int]:
+def prepare(config: RunConfig, run_id: str | None) -> str:
     prepared = preparing.prepare(config, run_id)
     get_run_logger().info("run folder %s", prepared.run.path)
     for note in prepared.notes:
         get_run_logger().warning(note)
-    return str(prepared.run.path), prepared.attempt
+    return str(prepared.run.path)
 
 
 @task(name="prepare resume", **OPTIONS)
-def prepare_resume(run_dir: str) -> tuple[str, int]:
+def prepare_resume(run_dir: str) -> str:
     prepared = preparing.resume_prepare(run_dir)
     for note in prepared.notes:
         get_run_logger().info(note)
-    return str(prepared.run.path), prepared.attempt
+    return str(prepared.run.path)
 
 
 @task(name="start server", **OPTIONS)
-def start_server(run_dir: str, attempt: int) -> str | None:
-    job = starting.start_server(RunFolder(run_dir), attempt)
+def start_server(run_dir: str) -> str | None:
+    job = starting.start_server(RunFolder(run_dir))
     return job.job_id if job else None
 
 
 @task(name="start learner", **OPTIONS)
-def start_learner(run_dir: str, attempt: int) -> str:
-    return starting.start_learner(RunFolder(run_dir), attempt).job_id
+def start_learner(run_dir: str) -> str | None:
+    job = starting.start_learner(RunFolder(run_dir))
+    return job.job_id if job else None
 
 
 @task(name="supervise", **OPTIONS)
-def supervise(run_dir: str, attempt: int) -> Outcome:
+def supervise(run_dir: str) -> Outcome:
     log = get_run_logger()
     said = ""
 
@@ -65,48 +66,33 @@ def supervise(run_dir: str, attempt: int) -> Outcome:
             said = decision.reason
             log.info(said)
 
-    return supervising.supervise(RunFolder(run_dir), attempt, tell)
+    return supervising.supervise(RunFolder(run_dir), tell)
 
 
 @task(name="finish", **OPTIONS)
-def finish(run_dir: str, attempt: int, outcome: Outcome) -> str:
-    return str(finishing.finish(RunFolder(run_dir), attempt, outcome))
+def finish(run_dir: str) -> str:
+    return str(finishing.finish(RunFolder(run_dir)))
 
 
-def _run_attempt(run_dir: str, attempt: int) -> str:
-    """The body of both flows. Whatever ends it, no job of the attempt is left."""
+def _run_attempt(run_dir: str) -> str:
+    """The body of both flows. Whatever ends it, no job of the run is left."""
     run = RunFolder(run_dir)
-    ended: Outcome | None = None
     try:
-        start_server(run_dir, attempt)
-        start_learner(run_dir, attempt)
-        outcome = supervise(run_dir, attempt)
+        start_server(run_dir)
+        start_learner(run_dir)
+        supervise(run_dir)
     except BaseException as error:
-        ended = _outcome_of(error)
-        raise
-    finally:
         with uninterrupted():
-            if ended is not None:
-                if ended.kind is Kind.CANCELLED:
-                    stopping.request_own_cancel(run, attempt, "flow", ended.reason)
-                stopping.stop_jobs(run, attempt)
-                finishing.finish_failed(run, attempt, ended)
-                claiming.release(run)
-    try:
-        finish(run_dir, attempt, outcome)
-    finally:
-        claiming.release(run)
+            ended = outcome_of(error)
+            if ended.kind is Kind.CANCELLED:
+                stopping.request_cancel(run, "flow", ended.reason)
+            stopping.stop_jobs(run)
+            finishing.finish_failed(run, error)
+            leasing.release(run)
+        raise
+    leasing.release(run)
+    finish(run_dir)
     return run_dir
-
-
-def _outcome_of(error: BaseException) -> Outcome:
-    if isinstance(error, RunFailed):
-        return error.outcome
-    if isinstance(error, RunCancelled):
-        return Outcome(Kind.CANCELLED, error.reason)
-    if isinstance(error, Exception):
-        return Outcome(Kind.FAIL, f"{type(error).__name__}: {error}")
-    return Outcome(Kind.CANCELLED, f"interrupted by {type(error).__name__}")
 
 
 def _flow_run_name() -> str:
@@ -128,18 +114,16 @@ def train(config: RunConfig, run_id: str | None = None) -> str:
 
     Returns the run folder. Raises ConfigError, RunFolderError, RunFailed, RunCancelled.
     """
-    run_dir, attempt = prepare(config, run_id)
-    return _run_attempt(run_dir, attempt)
+    return _run_attempt(prepare(config, run_id))
 
 
 @flow(name="resume", flow_run_name=_flow_run_name, persist_result=False)
 def resume(run_dir: str) -> str:
-    """Continue a run from its newest complete checkpoint, as a new attempt of the same run.
+    """Continue a run: take over its jobs where only its supervisor died, else start again from its newest checkpoint.
 
     Args:
         run_dir: the run folder; a path, absolute or relative to where the flow runs.
 
     Returns the run folder. Raises what `train` raises, and NothingToResume.
     """
-    run_dir, attempt = prepare_resume(str(Path(run_dir).absolute()))
-    return _run_attempt(run_dir, attempt)
+    return _run_attempt(prepare_resume(str(Path(run_dir).absolute())))

@@ -454,6 +454,13 @@ class RecoverySection(Section):
         le=MOST_SECONDS / 60,
         description="Minutes that a node which was at fault twice is not used.",
     )
+    heartbeat_timeout: float = Field(
+        180.0,
+        title="Heartbeat timeout",
+        ge=5,
+        le=86400,
+        description="Seconds without a heartbeat of a part (they come every two) until it counts as hung.",
+    )
     lease: float = Field(
         60.0,
         title="Lease",

@@ -57,7 +57,7 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o600) -> None:
     fsync_folder(path.parent)
 
 
-def _create_exclusively(path: Path, data: str) -> None:
+def create_exclusively(path: Path, data: str) -> None:
     """`write_atomic`, but raises FileExistsError where `path` exists; of two processes at once one succeeds."""
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     write_atomic(temporary, data)
@@ -271,7 +271,7 @@ class RunFolder:
             }
             fence |= {"ledger": list(ledger)} if ledger else {}
             try:
-                _create_exclusively(self.fence_file(number), json.dumps(fence))
+                create_exclusively(self.fence_file(number), json.dumps(fence))
                 return number
             except FileExistsError:
                 number += 1

@@ -1,27 +1,44 @@
-"""After a run: how it ended, on storage, and its report."""
+"""After a run: its report."""
 
 import contextlib
-import time
 from pathlib import Path
 
-from slipstream.run_folder import RunFolder, write_json
-from tasks.claim import superseded
-from tasks.outcome import Outcome, outcome_record
-from tasks.prepare import log_event
+from slipstream.run_folder import RunFolder
+from tasks.lease import release
+from tasks.observe import newest_attempt
+from tasks.outcome import Outcome, outcome_of, read_outcome, write_outcome
+from tasks.records import log_event
+from tasks.supervise import Watcher, supervise
 
 
-def finish(run: RunFolder, attempt: int, outcome: Outcome) -> Path:
-    """Record the outcome and write the report; returns the report's path."""
+def finish(run: RunFolder) -> Path:
+    """Write the report; returns its path."""
     from slipstream.metrics.report import write_report
 
-    write_json(run.path / "outcome.json", outcome_record(outcome, attempt, time.time()))
-    log_event(run, attempt, f"{outcome.kind}: {outcome.reason}")
     return write_report(run)
 
 
-def finish_failed(run: RunFolder, attempt: int, outcome: Outcome) -> None:
-    """`finish` after a failure, whose own cause must not be hidden by a report that cannot be written."""
-    if superseded(run, attempt) is not None:
-        return  # the later attempt tells how the run ends
+def finish_failed(run: RunFolder, error: BaseException) -> None:
+    """What is to be told of a run that `error` ended, where nobody has told it yet; and its report, if that can be written.
+
+    The failure's own cause must not be hidden by one that comes on top.
+    """
     with contextlib.suppress(Exception):
-        finish(run, attempt, outcome)
+        if read_outcome(run) is None:
+            outcome = outcome_of(error)
+            write_outcome(run, outcome, newest_attempt(run))
+            log_event(run, newest_attempt(run), f"{outcome.kind}: {outcome.reason}")
+        finish(run)
+
+
+def supervise_to_the_end(run: RunFolder, on_observation: Watcher | None = None) -> Outcome:
+    """`supervise` without a flow around it: the report is written, and the lease given back. Raises what it raises."""
+    try:
+        outcome = supervise(run, on_observation)
+        finish(run)
+        return outcome
+    except Exception as error:
+        finish_failed(run, error)
+        raise
+    finally:
+        release(run)

@@ -1,36 +1,48 @@
 """One look at the run folder and the jobs: facts only, for `cluster.decide`."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.decide import ROLES, Beat, Observation, Policy
-from cluster.jobs import JobView, latest_job
-from cluster.local_jobs import job_view
-from cluster.submit import job_log
+from cluster.jobs import JobRecord, JobState, JobView
+from cluster.queue import hopeless
 from slipstream.process import last_lines
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json
-from tasks.claim import superseded
+from tasks.records import read_faults, run_step
 
-WRITERS = {"server": "server-0", "learner": "learner", "rollout": "rollout"}
 # Phases in which the learner loads; in any other it has begun to work.
 LOADING = frozenset(
     {"starting", "loading", "waiting for the server", "loading the model", "probing the server", "delivering weights"}
 )
+OVER = frozenset({"ended", "finished", "left"})
 
 
-def heartbeat(run: RunFolder, writer: str, attempt: int) -> dict[str, Any]:
-    """The newest beat of `writer` in this attempt, or {}."""
+def newest_attempt(run: RunFolder) -> int:
+    return (run.attempts() or [0])[-1]
+
+
+def heartbeat(run: RunFolder, writer: str, incarnation: str | None = None) -> dict[str, Any]:
+    """The newest beat of `writer`, or {}; with `incarnation` only one of that job."""
     try:
         value = read_json(run.heartbeat_file(writer))
     except (ValueError, OSError):
         return {}
-    return value if isinstance(value, dict) and value.get("attempt") == attempt else {}
+    if not isinstance(value, dict) or (incarnation is not None and value.get("incarnation") != incarnation):
+        return {}
+    return value
 
 
-def endpoint(run: RunFolder, attempt: int) -> dict[str, Any]:
-    """The server's endpoint of this attempt, or {}."""
+def endpoint(run: RunFolder) -> dict[str, Any]:
+    """The address of the server that counts, or {}."""
+    assignment = run.assignment()
+    incarnation = assignment.get("server") or assignment.get("allocation")
     value = read_json(run.endpoint_file())
-    return value if isinstance(value, dict) and value.get("attempt") == attempt else {}
+    if not isinstance(value, dict):
+        return {}
+    if incarnation is not None:
+        return value if value.get("incarnation") == incarnation else {}
+    return value if value.get("attempt") == newest_attempt(run) else {}
 
 
 def cancel_request(run: RunFolder) -> str:
@@ -38,56 +50,108 @@ def cancel_request(run: RunFolder) -> str:
     return f"{value.get('who', 'somebody')}: {value.get('why', 'no reason given')}" if isinstance(value, dict) else ""
 
 
-def _superseded(run: RunFolder, attempt: int) -> str:
-    later = superseded(run, attempt)
-    return f"attempt {later} has taken over" if later else ""
+def roles_of(config: RunConfig) -> tuple[str, ...]:
+    """The jobs of a run."""
+    if config.server.url:
+        return ("learner",)
+    return ("allocation",) if config.cluster.shape == "one_allocation" else ROLES
 
 
 def policy_of(config: RunConfig) -> Policy:
+    recovery = config.recovery
     return Policy(
         server_startup_s=config.server.startup_timeout,
         learner_startup_s=config.learner.startup_timeout,
         step_s=config.learner.step_timeout,
-        roles=("learner",) if config.server.url else ROLES,
+        sync_s=config.learner.sync_timeout,
+        save_s=config.learner.save_timeout,
+        roles=roles_of(config),
+        max_restarts=recovery.max_restarts,
+        backoff_s=recovery.backoff,
+        backoff_max_s=recovery.backoff_max,
+        max_idle_s=60 * recovery.max_idle_gpu_minutes,
+        heartbeat_s=recovery.heartbeat_timeout,
     )
 
 
-def _beat(value: dict[str, Any]) -> Beat:
-    step = float(value.get("step") or 0)
-    training = step > 0 or (value.get("phase") is not None and value["phase"] not in LOADING)
-    return Beat(int(value.get("counter") or 0), (float(value.get("progress") or 0), step), training)
+def read_beat(value: Mapping[str, Any]) -> Beat:
+    """What of a heartbeat file decides."""
+    step = int(value.get("step") or 0)
+    phase = str(value.get("phase") or "")
+    return Beat(
+        counter=int(value.get("counter") or 0),
+        work=(float(value.get("progress") or 0), float(step)),
+        training=step > 0 or (bool(phase) and phase not in LOADING),
+        phase=phase,
+        step=step,
+        host=str(value.get("host") or ""),
+        ended=phase in OVER,
+    )
 
 
-def observe(run: RunFolder, attempt: int, now: float) -> Observation:
-    """The run as it stands on storage, at `now` of the observer's monotonic clock."""
-    jobs: dict[str, JobView] = {}
-    for role in ROLES:
-        job = latest_job(run, attempt, role)
-        if job is not None:
-            jobs[role] = job_view(run, job)
-    beats = {role: heartbeat(run, writer, attempt) for role, writer in WRITERS.items()}
+def beats(run: RunFolder, incarnations: Mapping[str, str]) -> dict[str, Beat]:
+    """The heartbeats that the run's jobs have written, by writer."""
+    found: dict[str, Beat] = {}
+    for path in sorted((run.path / "heartbeats").glob("*.json")):
+        writer = path.stem
+        role = "server" if writer.startswith("server") else "learner"
+        owner = incarnations.get("allocation") or incarnations.get(role)
+        if writer != "supervisor" and owner is not None and (value := heartbeat(run, writer, owner)):
+            found[writer] = read_beat(value)
+    return found
+
+
+def observe(
+    run: RunFolder,
+    jobs: Mapping[str, JobRecord],
+    views: Mapping[str, JobView],
+    missing: Sequence[str],
+    now: float,
+    time: float,
+) -> Observation:
+    """The run as it stands on storage.
+
+    Args:
+        jobs: the job of each role that counts.
+        views: what the scheduler and exit records say of them, by incarnation.
+        missing: roles whose job counts but was never recorded: it may run.
+        now, time: the observer's monotonic clock, and seconds since the epoch.
+
+    Raises OSError where the storage does not answer.
+    """
+    attempt = newest_attempt(run)
+    incarnations = {role: job.incarnation for role, job in jobs.items()}
+    seen = {role: views.get(job.incarnation, JobView(JobState.UNKNOWN)) for role, job in jobs.items()}
+    for role in missing:
+        incarnations[role] = str(run.assignment().get(role, ""))
+        seen[role] = JobView(JobState.UNKNOWN)
+    whys = {role: hopeless(view.queue_reason) for role, view in seen.items() if view.state is JobState.PENDING}
     return Observation(
         now=now,
-        jobs=jobs,
-        beats={role: _beat(value) for role, value in beats.items() if value},
-        endpoint=bool(endpoint(run, attempt)),
+        time=time,
+        jobs=seen,
+        incarnations=incarnations,
+        beats=beats(run, incarnations),
+        endpoint=bool(endpoint(run)),
         result=(read_json(run.path / "result.json") or {}).get("attempt") == attempt,
-        cancel=cancel_request(run) or _superseded(run, attempt),
+        cancel=cancel_request(run),
+        hopeless={role: why for role, why in whys.items() if why},
+        step=run_step(run),
+        attempt=attempt,
+        faults=read_faults(run),
     )
 
 
-def evidence(run: RunFolder, attempt: int, role: str | None) -> tuple[str, str]:
-    """(log file, last lines) that explain why `role` failed.
+def evidence(run: RunFolder, job: JobRecord | None, view: JobView | None, job_log: Any) -> tuple[str, str]:
+    """(log file, last lines) that explain why a job failed.
 
-    What its leader recorded at its end; else the newer part of its log and of its job's own output.
+    What its leader recorded at its end; else its log and its job's own output (`job_log`: path of that).
     """
-    if role is None:
+    if job is None:
         return "", ""
-    job = latest_job(run, attempt, role)
-    view = job_view(run, job) if job else None
     if view and view.last_lines:
         return view.log, view.last_lines
-    logs = [run.log_file(role, attempt)] + ([job_log(run, job)] if job else [])
+    logs = [run.log_file(job.role, job.attempt), job_log]
     texts = [(log, last_lines(log)) for log in logs]
     found = [(log, text) for log, text in texts if text.strip()]
     if not found:

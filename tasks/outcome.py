@@ -1,10 +1,12 @@
 """How a run ends."""
 
 import shlex
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.decide import Kind
+from slipstream.run_folder import RunFolder, read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,14 @@ class Outcome:
     role: str | None = None
     log: str = ""
     last_lines: str = ""
+
+    def told(self, run_dir: str) -> "Outcome":
+        """Itself, of a run that finished. Raises RunFailed and RunCancelled for the others."""
+        if self.kind is Kind.FAIL:
+            raise RunFailed(run_dir, self)
+        if self.kind is Kind.CANCELLED:
+            raise RunCancelled(run_dir, self.reason)
+        return self
 
 
 class RunFailed(Exception):
@@ -65,7 +75,31 @@ class NothingToResume(Exception):
     """The run has finished, or its folder cannot be continued; the text says why and what to do instead."""
 
 
-def outcome_record(outcome: Outcome, attempt: int, time: float) -> dict[str, Any]:
+def outcome_of(error: BaseException) -> Outcome:
+    """How a run ended of which `error` came out."""
+    if isinstance(error, RunFailed):
+        return error.outcome
+    if isinstance(error, RunCancelled):
+        return Outcome(Kind.CANCELLED, error.reason)
+    if isinstance(error, Exception):
+        return Outcome(Kind.FAIL, f"{type(error).__name__}: {error}")
+    return Outcome(Kind.CANCELLED, f"interrupted by {type(error).__name__}")
+
+
+def read_outcome(run: RunFolder) -> Outcome | None:
+    """How the run ended; None while it has not."""
+    value = read_json(run.path / "outcome.json")
+    if not isinstance(value, dict):
+        return None
+    texts = {name: str(value.get(name) or "") for name in ("reason", "log", "last_lines")}
+    return Outcome(Kind(value["kind"]), role=value.get("role"), **texts)
+
+
+def write_outcome(run: RunFolder, outcome: Outcome, attempt: int) -> None:
+    write_json(run.path / "outcome.json", outcome_record(outcome, attempt, time.time()))
+
+
+def outcome_record(outcome: Outcome, attempt: int, when: float) -> dict[str, Any]:
     return {
         "attempt": attempt,
         "kind": str(outcome.kind),
@@ -73,5 +107,5 @@ def outcome_record(outcome: Outcome, attempt: int, time: float) -> dict[str, Any
         "reason": outcome.reason,
         "log": outcome.log,
         "last_lines": outcome.last_lines,
-        "time": time,
+        "time": when,
     }

@@ -2,15 +2,13 @@
 
 import time
 
+from cluster.backend import KILL_AFTER_S
 from cluster.jobs import JobRecord
-from cluster.local_jobs import cancel_jobs
 from slipstream.run_folder import RunFolder, write_json
-from tasks.claim import superseded
 from tasks.interrupt import uninterrupted
-from tasks.prepare import all_jobs, log_event
-
-# A learner finishes its step and leaves; a server ends its requests. Longer than the leaders' own grace for children.
-GRACE_S = 40.0
+from tasks.observe import newest_attempt
+from tasks.records import log_event
+from tasks.stored import all_jobs, backend_for
 
 
 def request_cancel(run: RunFolder, who: str, why: str) -> bool:
@@ -27,26 +25,20 @@ def request_cancel(run: RunFolder, who: str, why: str) -> bool:
     return True
 
 
-def request_own_cancel(run: RunFolder, attempt: int, who: str, why: str) -> None:
-    """`request_cancel` by the process that drives `attempt`; nothing where a later attempt has taken the run over."""
-    if superseded(run, attempt) is None:
-        request_cancel(run, who, why)
+def stop_jobs(run: RunFolder, kill_after_s: float = KILL_AFTER_S) -> list[JobRecord]:
+    """Stop every live job of the run: TERM to all at once, KILL to what is left. Returns those that were alive.
 
-
-def stop_jobs(run: RunFolder, attempt: int, grace_s: float = GRACE_S) -> list[JobRecord]:
-    """Stop every live job of this attempt and of earlier ones. Returns those that were alive.
-
-    Idempotent, and not broken by a second Ctrl-C. A later attempt is another supervisor's.
+    Idempotent, and not broken by a second Ctrl-C.
     """
     with uninterrupted():
-        stopped = cancel_jobs([job for job in all_jobs(run) if job.attempt <= attempt], grace_s)
+        stopped = backend_for(run).cancel(run, all_jobs(run), kill_after_s)
         if stopped:
-            log_event(run, attempt, "stopped: " + ", ".join(f"{job.role} (job {job.job_id})" for job in stopped))
+            said = "stopped: " + ", ".join(f"{job.role} (job {job.job_id})" for job in stopped)
+            log_event(run, newest_attempt(run), said)
     return stopped
 
 
-def stop(run: RunFolder, who: str, why: str, grace_s: float = GRACE_S) -> list[JobRecord]:
+def stop(run: RunFolder, who: str, why: str, kill_after_s: float = KILL_AFTER_S) -> list[JobRecord]:
     """Stop a run from outside: its supervisor sees the request, and its jobs are stopped even where none lives."""
     request_cancel(run, who, why)
-    with uninterrupted():
-        return cancel_jobs(all_jobs(run), grace_s)
+    return stop_jobs(run, kill_after_s)

@@ -1,64 +1,194 @@
-"""The supervisor: look, decide, act, until the run has ended. Needs no Prefect."""
+"""The supervisor: look, decide, act, until the run has ended. Needs no Prefect; any number may run, one acts."""
 
+import contextlib
 import os
+import random
 import time
 from collections.abc import Callable
 
+from cluster.backend import Backend
 from cluster.decide import Decision, Kind, Observation, State, decide
+from cluster.jobs import JobRecord, JobView
+from cluster.profile import ClusterError
+from cluster.recovery import REFUSED, Fault, excluded
 from slipstream.process import Heartbeat, new_incarnation
-from slipstream.run_folder import RunFolder
-from tasks.observe import evidence, observe, policy_of
-from tasks.outcome import Outcome, RunCancelled, RunFailed
-from tasks.prepare import log_event, stored_config
+from slipstream.run_config import RunConfig
+from slipstream.run_folder import RunFolder, write_json
+from tasks.interrupt import uninterrupted
+from tasks.lease import Lease, LeaseWatch, held_lease, lead_if_free, release
+from tasks.observe import cancel_request, evidence, newest_attempt, observe, policy_of
+from tasks.outcome import Outcome, RunCancelled, RunFailed, outcome_of, read_outcome, write_outcome
+from tasks.records import assign, assigned_jobs, log_event, read_faults, record_fault, run_step
 from tasks.start import start_role
-from tasks.stop import request_own_cancel, stop_jobs
+from tasks.stop import request_cancel, stop_jobs
+from tasks.stored import backend_for, stored_config
 
-POLL_S = 1.0
+TICK_S = 0.5  # a cancel request is seen within this
 
 Watcher = Callable[[Observation, Decision], None]
 
 
-def supervise(run: RunFolder, attempt: int, on_observation: Watcher | None = None, poll_s: float = POLL_S) -> Outcome:
-    """Watch the attempt until it has finished; no job is left when this returns or raises, whatever it raises.
+def supervise(run: RunFolder, on_observation: Watcher | None = None, poll_s: float | None = None) -> Outcome:
+    """Watch the run until it has ended: as its leader, where nobody else leads it, else as an onlooker who takes over.
 
+    As the leader: no job is left when this returns or raises, whatever it raises.
     Raises RunFailed with the failed role, the reason and the last lines of its log; RunCancelled when somebody asked
     the run to stop.
     """
-    policy = policy_of(stored_config(run))
-    state = State()
-    beat = Heartbeat(run, "supervisor", attempt, new_incarnation()).start()
-    before = ""
-    try:
-        while True:
-            seen = observe(run, attempt, time.monotonic())
-            decision = decide(seen, policy, state)
+    supervisor = Supervisor(run, on_observation, poll_s)
+    watch = LeaseWatch(run, supervisor.config.recovery.lease)
+    begun = time.monotonic()
+    while True:
+        if held_lease(run) is None:
+            release(run)  # of a term that another has ended
+            if ended := read_outcome(run):
+                return ended.told(str(run.path))
+        lease = lead_if_free(run, watch, supervisor.config.recovery.lease)
+        if lease is not None:
+            outcome = supervisor.lead(lease)
+            if outcome is not None:
+                return outcome
+        elif time.monotonic() - begun > 1:
+            supervisor.say(f"another process leads the run: {watch.look(time.monotonic())}")
+        supervisor.sleep()
+
+
+class Supervisor:
+    """One process that leads a run, for as long as it holds the lease."""
+
+    def __init__(self, run: RunFolder, on_observation: Watcher | None, poll_s: float | None) -> None:
+        self.run = run
+        self.config: RunConfig = stored_config(run)
+        self.backend: Backend = backend_for(run)
+        self._policy = policy_of(self.config)
+        self._tell = on_observation
+        self._poll_s = self.config.recovery.poll if poll_s is None else poll_s
+        self._said = ""
+        self._beat: Heartbeat | None = None
+        self._jobs: dict[str, JobRecord] = {}
+        self._views: dict[str, JobView] = {}
+
+    def say(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            log_event(self.run, newest_attempt(self.run), text)
+        if self._beat is not None:
+            self._beat.update(phase=text)
+
+    def sleep(self) -> None:
+        """Until the next look, with jitter, or until somebody asks the run to stop."""
+        end = time.monotonic() + self._poll_s * random.uniform(0.9, 1.1)
+        while (left := end - time.monotonic()) > 0 and not cancel_request(self.run):
+            time.sleep(min(TICK_S, left))
+
+    def lead(self, lease: Lease) -> Outcome | None:
+        """Act until the run has ended, and say on storage how; None where another process has taken over."""
+        self._beat = Heartbeat(self.run, "supervisor", newest_attempt(self.run), new_incarnation()).start()
+        ended: Outcome | None = None
+        try:
+            ended = self._lead(lease)
+            return ended
+        except BaseException as error:
+            if lease.held():
+                ended = outcome_of(error)
+                if not isinstance(error, (RunFailed, RunCancelled)):
+                    request_cancel(self.run, f"flow process {os.getpid()}", f"interrupted by {type(error).__name__}")
+            raise
+        finally:
+            if ended is not None:
+                with uninterrupted():
+                    stop_jobs(self.run)
+                    with contextlib.suppress(OSError):
+                        write_outcome(self.run, ended, newest_attempt(self.run))
+                    log_event(self.run, newest_attempt(self.run), f"{ended.kind}: {ended.reason}")
+            self._beat.stop(phase="ended")
+            self._beat = None
+
+    def _lead(self, lease: Lease) -> Outcome | None:
+        state = State()
+        while lease.held():
+            try:
+                seen = self._look()
+            except OSError as error:  # storage that stumbles: nothing is known, and the jobs go on
+                self.say(f"the run's storage does not answer: {error}")
+                self.sleep()
+                continue
+            decision = decide(seen, self._policy, state)
             state = decision.state
-            if decision.reason != before:
-                before = decision.reason
-                log_event(run, attempt, decision.reason)
-                beat.update(phase=decision.reason)
-            if on_observation is not None:
-                on_observation(seen, decision)
+            self.say(decision.reason)
+            if self._tell is not None:
+                self._tell(seen, decision)
             if decision.ending is not None:
-                return _end(run, attempt, decision)
+                return self._end(decision)
             for action in decision.actions:
-                if action.kind is Kind.START and action.role:
-                    start_role(run, attempt, action.role)
-            time.sleep(poll_s)
-    except (RunFailed, RunCancelled):
-        raise
-    except BaseException as error:
-        request_own_cancel(run, attempt, f"flow process {os.getpid()}", f"interrupted by {type(error).__name__}")
-        raise
-    finally:
-        stop_jobs(run, attempt)
-        beat.stop(phase="ended")
+                if not lease.held():
+                    return None
+                if action.kind is Kind.STOP and decision.fault is not None:
+                    self._give_up(decision.fault)
+                elif action.kind is Kind.START and action.role and not self._start(action.role):
+                    break
+                elif action.kind is Kind.LEAVE and action.role:
+                    self._ask_to_leave(action.role, decision.reason)
+            if decision.actions[0].kind is Kind.WAIT:
+                self.sleep()
+        return None
 
+    def _look(self) -> Observation:
+        self._jobs, missing = assigned_jobs(self.run)
+        if missing:  # whoever submitted them died before the record was written
+            with contextlib.suppress(ClusterError):
+                for job in self.backend.adopt(self.run):
+                    self.say(f"found the {job.role}'s job {job.job_id}, which had no record")
+                self._jobs, missing = assigned_jobs(self.run)
+                known = {path.stem for path in (self.run.path / "intents").glob("*.json")}
+                named = self.run.assignment()
+                for role in missing:
+                    if not any(stem.endswith(f"-{named[role]}") for stem in known):
+                        assign(self.run, newest_attempt(self.run), **{role: None})
+                        missing = [other for other in missing if other != role]
+        self._views = self.backend.look(self.run, list(self._jobs.values()))
+        return observe(self.run, self._jobs, self._views, missing, time.monotonic(), time.time())
 
-def _end(run: RunFolder, attempt: int, decision: Decision) -> Outcome:
-    if decision.ending is Kind.FAIL:
-        log, lines = evidence(run, attempt, decision.role)
-        raise RunFailed(str(run.path), Outcome(Kind.FAIL, decision.reason, decision.role, log, lines))
-    if decision.ending is Kind.CANCELLED:
-        raise RunCancelled(str(run.path), decision.reason)
-    return Outcome(Kind.FINISH, decision.reason)
+    def _start(self, role: str) -> bool:
+        faults = read_faults(self.run)
+        exclude = excluded(faults, time.time(), 60 * self.config.recovery.exclude_minutes)
+        own = [fault for fault in faults if fault.role == role]
+        try:
+            start_role(self.run, role, own[-1].reason if own else "", exclude, self.backend)
+        except ClusterError as error:
+            if getattr(error, "silent", False):
+                self.say(f"{role} not submitted yet: {error}")
+                self.sleep()
+                return False
+            reason = f"the {role}'s job was not submitted: {error}"
+            fault = Fault(time.time(), newest_attempt(self.run), role, REFUSED, run_step(self.run), (), reason)
+            record_fault(self.run, fault)
+            self.say(reason)
+            return False
+        return True
+
+    def _give_up(self, fault: Fault) -> None:
+        """On storage first, so that the job knows that it is replaced, and a next leader what was decided."""
+        with uninterrupted(deliver_after=True):
+            job = self._jobs.get(fault.role)
+            record_fault(self.run, fault)
+            assign(self.run, newest_attempt(self.run), **{fault.role: None})
+            if job is not None:
+                self.backend.cancel(self.run, [job])
+
+    def _ask_to_leave(self, role: str, why: str) -> None:
+        job = self._jobs.get(role)
+        if job is not None and not self.run.leave_file(job.incarnation).exists():
+            write_json(self.run.leave_file(job.incarnation), {"signal": "supervisor", "why": why, "time": time.time()})
+
+    def _end(self, decision: Decision) -> Outcome:
+        if decision.ending is Kind.FAIL:
+            job = self._jobs.get(decision.role or "")
+            view = self._views.get(job.incarnation) if job else None
+            own_log = self.backend.log(self.run, job) if job else None
+            log, lines = evidence(self.run, job, view, own_log)
+            raise RunFailed(str(self.run.path), Outcome(Kind.FAIL, decision.reason, decision.role, log, lines))
+        if decision.ending is Kind.CANCELLED:
+            request_cancel(self.run, "supervisor", decision.reason)
+            raise RunCancelled(str(self.run.path), decision.reason)
+        return Outcome(Kind.FINISH, decision.reason)

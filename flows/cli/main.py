@@ -130,7 +130,7 @@ def _train(path: Path, overrides: tuple[str, ...], dry: bool, again: list[str]) 
 @fail_plainly
 def resume(run: str, root: str | None) -> int:
     """Continue RUN (a path, or an id in the storage root) from its newest complete checkpoint."""
-    from tasks.claim import claim
+    from tasks.lease import claim
     from tasks.prepare import check_resumable
 
     folder = find_run(run, root)

@@ -38,9 +38,11 @@ def take_snapshot(run: RunFolder) -> Snapshot:
     if not attempts:
         return Snapshot(run.run_id)
     attempt = attempts[-1]
-    server = heartbeat(run, "server-0", attempt)
-    learner = heartbeat(run, "learner", attempt)
-    supervisor = heartbeat(run, "supervisor", attempt)
+    jobs = run.assignment()
+    whole = jobs.get("allocation")
+    server = heartbeat(run, "server-0", jobs.get("server") or whole)
+    learner = heartbeat(run, "learner", jobs.get("learner") or whole)
+    supervisor = heartbeat(run, "supervisor")
     windows = list(run.merged_records("metrics.jsonl"))
     metrics: dict[str, float] = {}
     words: dict[str, str] = {}
@@ -51,7 +53,7 @@ def take_snapshot(run: RunFolder) -> Snapshot:
         run_id=run.run_id,
         attempt=attempt,
         phase=str(supervisor.get("phase", "starting")),
-        server="ready" if endpoint(run, attempt) else str(server.get("phase", "starting")),
+        server="ready" if endpoint(run) else str(server.get("phase", "starting")),
         learner=str(learner.get("phase", "starting")),
         step=int(learner.get("step") or metrics.get("step", 0)),
         max_steps=max(0, int(learner.get("max_steps") or 0)),

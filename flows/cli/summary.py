@@ -3,11 +3,11 @@
 import shlex
 from collections.abc import Sequence
 
-from cluster.jobs import latest_job
-from cluster.local_jobs import job_view
 from flows.cli.progress import clock, phase_text
 from flows.cli.snapshot import HELD_OUT_OF_ONE, held_out_before_after, take_snapshot, wall_time_s
 from slipstream.run_folder import RunFolder, read_json
+from tasks.records import assigned_jobs
+from tasks.stored import backend_for
 
 
 def _reward(value: float | None) -> str:
@@ -51,11 +51,13 @@ def status(run: RunFolder) -> str:
     state = f"{outcome['kind']}: {outcome['reason']}" if ended and outcome else phase_text(snapshot)
     step = f"{snapshot.step}" + (f" of {snapshot.max_steps}" if snapshot.max_steps else "")
     lines = [str(run.path), f"  state     {state}", f"  attempt   {snapshot.attempt}", f"  step      {step}"]
-    for role in ("server", "learner"):
-        job = latest_job(run, snapshot.attempt, role)
-        if job is not None:
-            view = job_view(run, job)
-            lines.append(f"  {role:<9} {view.state} (job {job.job_id}){' – ' + view.reason if view.reason else ''}")
+    jobs, _ = assigned_jobs(run)
+    views = backend_for(run).look(run, list(jobs.values()))
+    for role, job in jobs.items():
+        view = views[job.incarnation]
+        reason = view.queue_reason or view.reason
+        where = f" on {', '.join(view.nodes)}" if view.nodes else ""
+        lines.append(f"  {role:<9} {view.state}{where} (job {job.job_id}){' – ' + reason if reason else ''}")
     before, after = held_out_before_after(run)
     if snapshot.rewards:
         lines.append(f"  reward    {snapshot.rewards[-1][1]:.3f}")

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from slipstream.process import Heartbeat, new_incarnation, on_terminate, spawn, write_exit
+from slipstream.process import Heartbeat, job_incarnation, on_terminate, spawn, write_exit
 from slipstream.run_folder import RunFolder, append_jsonl, read_json, write_json
 
 STEPS = 5
@@ -27,7 +27,7 @@ class Standin:
     def __init__(self, run_dir: str | Path, attempt: int, role: str, who: str) -> None:
         self.run = RunFolder.open(run_dir)
         self.attempt, self.role, self.who = attempt, role, who
-        self.incarnation = new_incarnation()
+        self.incarnation = job_incarnation()
         self.log = self.run.log_file(role, attempt)
         self.signal = ""
         on_terminate(self._on_signal)
@@ -74,10 +74,15 @@ class Standin:
         raise SystemExit(code)
 
 
+def endpoint_counts(run: RunFolder) -> bool:
+    endpoint = read_json(run.endpoint_file())
+    return bool(endpoint) and endpoint["incarnation"] == run.assignment().get("server")
+
+
 def server(run_dir: Path, attempt: int) -> int:
     standin = Standin(run_dir, attempt, "server", "server-0")
     standin.fault_now()
-    write_json(standin.run.endpoint_file(), {"url": "http://127.0.0.1:9", "attempt": attempt})
+    write_json(standin.run.endpoint_file(), {"url": "http://127.0.0.1:9", "attempt": attempt, "incarnation": standin.incarnation})
     standin.beat.update(phase="serving")
     standin.until_stopped()
     return 0
@@ -86,7 +91,7 @@ def server(run_dir: Path, attempt: int) -> int:
 def learner(run_dir: Path, attempt: int) -> int:
     standin = Standin(run_dir, attempt, "learner", "learner")
     run = standin.run
-    while (read_json(run.endpoint_file()) or {}).get("attempt") != attempt and not standin.signal:
+    while not endpoint_counts(run) and not standin.signal:
         time.sleep(0.05)
     standin.beat.update(phase="training", step=0, max_steps=STEPS)
     for step in range(1, STEPS + 1):

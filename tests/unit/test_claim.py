@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import pytest
+from tasks.claim import claim, release, superseded
 
 from cluster.decide import Kind
 from slipstream.run_folder import RunFolder
-from tasks.claim import claim, release, superseded
 from tasks.finish import finish_failed
 from tasks.observe import observe
 from tasks.outcome import NothingToResume, Outcome

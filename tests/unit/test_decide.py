@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster import recovery
 from cluster.decide import ENDINGS, Action, Beat, Decision, Kind, Observation, Policy, State, decide
 from cluster.jobs import JobState, JobView
+from cluster.recovery import Fault
 
 POLICY = Policy(server_startup_s=100, learner_startup_s=200, step_s=50)
 RUNNING, PENDING = JobView(JobState.RUNNING), JobView(JobState.PENDING)
@@ -139,14 +141,17 @@ def test_a_leader_that_stops_beating_has_failed() -> None:
     assert "heartbeat" in silent.reason
 
 
-def test_a_job_that_stays_unknown_is_lost_and_one_that_comes_back_is_not() -> None:
-    def look(t: int, view: JobView) -> Observation:
-        return at(t, seen(learner=view, beats=beats(t, float(t))))
+def test_a_scheduler_that_does_not_answer_ends_nothing() -> None:
+    """Neither a death nor a deadline can be acted on, and the jobs go on."""
 
-    assert after([look(t, UNKNOWN) for t in range(0, 300, 10)]).ending is None
-    assert after([look(t, UNKNOWN) for t in range(0, 320, 10)]).role == "learner"
-    flapping = [look(t, UNKNOWN if t % 200 else RUNNING) for t in range(0, 1000, 10)]
-    assert after(flapping).ending is None
+    def look(t: int, view: JobView) -> Observation:
+        return at(t, seen(server=view, learner=view, beats=beats(5, 7.0)))
+
+    lost = after([look(t, UNKNOWN) for t in range(0, 3600, 10)])
+    assert lost.actions == (Action(Kind.WAIT),)
+    assert "does not answer" in lost.reason
+    back = after([*(look(t, UNKNOWN) for t in range(0, 3600, 10)), look(3600, RUNNING), look(3700, RUNNING)])
+    assert back.ending is Kind.FAIL  # it was stuck all the time
 
 
 def test_a_learner_with_a_result_gets_time_to_leave() -> None:
@@ -157,29 +162,53 @@ def test_a_learner_with_a_result_gets_time_to_leave() -> None:
     assert cancels(late) == {"server", "learner"}
 
 
-VIEWS = st.sampled_from([None, RUNNING, PENDING, UNKNOWN, DEAD, KILLED, LEFT])
+VIEWS = st.sampled_from([None, RUNNING, PENDING, UNKNOWN, DEAD, KILLED, LEFT, *map(JobView, JobState)])
 BEATS = st.dictionaries(
-    st.sampled_from(["server", "learner", "rollout"]),
-    st.builds(Beat, st.integers(0, 3), st.tuples(st.floats(0, 3), st.floats(0, 3)), st.booleans()),
-)
-LOOKS = st.lists(
+    st.sampled_from(["server-0", "learner", "learner-1", "rollout"]),
     st.builds(
-        lambda server, learner, beats, endpoint, result, cancel, wait: (
-            seen(server, learner, beats=beats, endpoint=endpoint, result=result, cancel=cancel),
-            wait,
+        Beat,
+        st.integers(0, 3),
+        st.tuples(st.floats(0, 3), st.floats(0, 3)),
+        st.booleans(),
+        st.sampled_from(["", "training", "saving", "delivering weights", "waiting for the server"]),
+    ),
+)
+FAULTS = st.lists(
+    st.builds(
+        Fault,
+        st.floats(0, 1e4),
+        st.integers(1, 3),
+        st.sampled_from(["server", "learner"]),
+        st.sampled_from([recovery.DIED, recovery.RELEASED, recovery.LEFT, recovery.REFUSED]),
+        st.integers(0, 2),
+    ),
+    max_size=4,
+).map(tuple)
+LOOKS = st.lists(
+    st.tuples(
+        st.builds(
+            seen,
+            VIEWS,
+            VIEWS,
+            beats=BEATS,
+            endpoint=st.booleans(),
+            result=st.booleans(),
+            cancel=st.sampled_from(["", "", "", "anna: enough"]),
+            faults=FAULTS,
+            step=st.integers(0, 3),
+            hopeless=st.sampled_from([{}, {}, {"learner": "no such partition"}]),
         ),
-        VIEWS, VIEWS, BEATS, st.booleans(), st.booleans(), st.sampled_from(["", "", "", "anna: enough"]),
         st.floats(0, 400),
     ),
     min_size=1,
     max_size=12,
-)  # fmt: skip
+)
 
 
 @settings(deadline=None, max_examples=150)
-@given(LOOKS, st.sampled_from([("server", "learner"), ("learner",)]))
-def test_whatever_is_seen(looks: list[tuple[Observation, float]], roles: tuple[str, ...]) -> None:
-    policy, state, now = replace(POLICY, roles=roles), State(), 0.0
+@given(LOOKS, st.sampled_from([("server", "learner"), ("learner",)]), st.integers(0, 5))
+def test_whatever_is_seen(looks: list[tuple[Observation, float]], roles: tuple[str, ...], most: int) -> None:
+    policy, state, now = replace(POLICY, roles=roles, max_restarts=most), State(), 0.0
     for observation, wait in looks:
         now += wait
         observation = replace(observation, now=now)
@@ -191,14 +220,253 @@ def test_whatever_is_seen(looks: list[tuple[Observation, float]], roles: tuple[s
         assert len(endings) <= 1
         if endings:
             assert cancels(decision) == live
-            assert not {Kind.START, Kind.WAIT} & set(kinds)
+            assert not {Kind.START, Kind.STOP, Kind.LEAVE, Kind.WAIT} & set(kinds)
         else:
             assert not cancels(decision)
-            assert set(kinds) in ({Kind.WAIT}, {Kind.START})
+            assert set(kinds) in ({Kind.WAIT}, {Kind.START}, {Kind.STOP}, {Kind.LEAVE})
             starts = {action.role for action in decision.actions if action.kind is Kind.START}
-            assert starts.isdisjoint(observation.jobs)
-        assert (Kind.CANCELLED in endings) == bool(observation.cancel)
-        assert (Kind.FAIL in endings) <= (decision.role in ("server", "learner"))
+            assert starts.isdisjoint(observation.jobs)  # nothing runs twice
+        if Kind.STOP in kinds:
+            assert decision.fault is not None
+            assert decision.fault.role in observation.jobs
+            if decision.fault.kind != recovery.RELEASED:
+                assert recovery.strikes((*observation.faults, decision.fault), observation.step) <= most
+            assert not any(view.state is JobState.UNKNOWN for view in observation.jobs.values()) or any(
+                view.state.ended for view in observation.jobs.values()
+            )
+        scancelled = any(view.state is JobState.CANCELLED for view in observation.jobs.values())
+        if Kind.CANCELLED in endings:
+            assert observation.cancel or scancelled
+        if observation.cancel:
+            assert endings == [Kind.CANCELLED]
         if Kind.FINISH in endings:
             assert observation.result
         state = decision.state
+
+
+# -- recovery: every state and transition a row ------------------------------------------------------------------------
+
+HEALING = replace(POLICY, max_restarts=5, backoff_s=10, backoff_max_s=60, max_idle_s=300)
+
+
+def view(state: JobState, reason: str = "", **values: object) -> JobView:
+    return JobView(state, reason=reason, nodes=("n3",), **values)  # type: ignore[arg-type]
+
+
+STATES = [
+    (JobState.FAILED, recovery.DIED, "has ended: killed"),
+    (JobState.GONE, recovery.DIED, "has ended"),
+    (JobState.OUT_OF_MEMORY, recovery.DIED, "has ended"),
+    (JobState.NODE_FAIL, recovery.NODE, "has ended (node failed)"),
+    (JobState.BOOT_FAIL, recovery.NODE, "has ended (boot failed)"),
+    (JobState.TIMEOUT, recovery.TIME, "has ended (out of time)"),
+    (JobState.DEADLINE, recovery.TIME, "has ended (deadline)"),
+    (JobState.PREEMPTED, recovery.PREEMPTED, "has ended (preempted)"),
+]
+
+
+@pytest.mark.parametrize(("state", "kind", "words"), STATES)
+@pytest.mark.parametrize("role", ["server", "learner"])
+def test_an_ended_job_is_started_again(role: str, state: JobState, kind: str, words: str) -> None:
+    ended = view(state, "killed" if state is JobState.FAILED else "")
+    decision = decide(seen(**{role: ended}), HEALING, State())  # type: ignore[arg-type]
+    assert decision.actions == (Action(Kind.STOP, role),)
+    assert decision.fault is not None
+    assert (decision.fault.role, decision.fault.kind) == (role, kind)
+    assert f"the {role} {words}" in decision.fault.reason
+    assert decision.fault.nodes == ("n3",)
+    other = "learner" if role == "server" else "server"
+    assert other not in {action.role for action in decision.actions}
+    assert decide(seen(**{role: ended}), POLICY, State()).ending is Kind.FAIL  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (JobState.PENDING, "waiting for the cluster (learner: Priority)"),
+        (JobState.HELD, "is held (Priority): release it"),
+        (JobState.SUSPENDED, "is suspended"),
+        (JobState.COMPLETING, "training"),
+        (JobState.RUNNING, "training"),
+    ],
+)
+def test_a_job_that_has_not_ended_is_waited_for(state: JobState, words: str) -> None:
+    looks = [at(t, seen(learner=replace(view(state), queue_reason="Priority"))) for t in (0, 40)]
+    decision = after(looks, HEALING)
+    assert decision.actions == (Action(Kind.WAIT),)
+    assert words in decision.reason
+
+
+@pytest.mark.parametrize("role", ["server", "learner"])
+def test_what_a_person_cancelled_is_not_submitted_again(role: str) -> None:
+    decision = decide(seen(**{role: view(JobState.CANCELLED)}), HEALING, State())  # type: ignore[arg-type]
+    assert decision.ending is Kind.CANCELLED
+    assert f"the {role}'s job was cancelled from outside" in decision.reason
+    assert cancels(decision) == {"server", "learner"} - {role}
+
+
+def test_a_learner_that_saved_and_left_is_resumed() -> None:
+    left = view(JobState.FINISHED, "saved at step 12 and left: SIGUSR2", returncode=0, left=12)
+    decision = decide(seen(learner=left), HEALING, State())
+    assert decision.fault is not None
+    assert decision.fault.kind == recovery.LEFT
+    assert "saved at step 12" in decision.reason
+
+
+def test_what_a_restart_cannot_help_ends_the_run() -> None:
+    decision = decide(seen(learner=view(JobState.FAILED, "the disk is full", final=True)), HEALING, State())
+    assert decision.ending is Kind.FAIL
+    assert "the disk is full" in decision.reason
+
+
+def test_a_failed_node_check_blames_its_node() -> None:
+    found = decide(seen(learner=view(JobState.FAILED, "node n3: 7 of 8 GPUs", returncode=1)), HEALING, State()).fault
+    assert found is not None
+    assert (found.kind, found.nodes) == (recovery.NOT_CHECKED, ("n3",))
+
+
+def test_the_whole_allocation_is_resubmitted() -> None:
+    policy = replace(HEALING, roles=("allocation",))
+    whole = replace(seen(None, None), jobs={"allocation": view(JobState.NODE_FAIL)})
+    decision = decide(whole, policy, State())
+    assert decision.actions == (Action(Kind.STOP, "allocation"),)
+    gone = replace(seen(None, None), faults=(decision.fault,))  # type: ignore[arg-type]
+    assert decide(gone, policy, decision.state).actions == (Action(Kind.START, "allocation"),)
+    hangs = [
+        at(t, replace(seen(None, None, beats=beats(5, 7.0)), jobs={"allocation": view(JobState.RUNNING)}))
+        for t in (0, 51)
+    ]
+    assert after(hangs, policy).actions == (Action(Kind.STOP, "allocation"),)
+
+
+def fault(role: str = "learner", kind: str = recovery.DIED, step: int = 0, nodes: tuple[str, ...] = ()) -> Fault:
+    return Fault(0.0, 1, role, kind, step, nodes, f"the {role} has ended")
+
+
+def test_the_first_restart_is_at_once_and_later_ones_back_off() -> None:
+    once = seen(learner=None, faults=(fault(step=3),), step=3)
+    assert after([at(0, once)], HEALING).actions == (Action(Kind.START, "learner"),)
+    twice = seen(learner=None, faults=(fault(step=3), fault("server", step=3)), step=3)
+    assert after([at(0, twice)], HEALING).actions == (Action(Kind.WAIT),)
+    assert "starting again in 10 s" in after([at(0, twice)], HEALING).reason
+    assert after([at(0, twice), at(9, twice)], HEALING).actions == (Action(Kind.WAIT),)
+    assert after([at(0, twice), at(11, twice)], HEALING).actions == (Action(Kind.START, "learner"),)
+
+
+def test_restarts_are_bounded_and_progress_resets_them() -> None:
+    faults: tuple[Fault, ...] = ()
+    for _ in range(20):
+        decision = decide(seen(learner=DEAD, faults=faults, step=7), HEALING, State())
+        if decision.ending:
+            break
+        assert decision.fault is not None
+        faults = (*faults, decision.fault)
+    assert len(faults) == 3  # one strike, then two for each that comes again at the same step
+    assert decision.ending is Kind.FAIL
+    assert "recovery.max_restarts = 5" in decision.reason
+    assert "CUDA out of memory" in decision.reason
+    assert decide(seen(learner=DEAD, faults=faults, step=8), HEALING, State()).ending is None
+
+
+def test_a_job_that_the_scheduler_refuses_is_bounded_too() -> None:
+    faults = tuple(fault(kind=recovery.REFUSED) for _ in range(6))
+    assert after([at(0, seen(learner=None, faults=faults[:3]))], HEALING).ending is None
+    assert after([at(0, seen(learner=None, faults=faults))], HEALING).ending is Kind.FAIL
+
+
+def test_a_hopeless_reason_is_named_and_a_passing_one_is_not() -> None:
+    hopeless = seen(learner=PENDING, hopeless={"learner": "the partition does not exist"})
+    assert after([at(0, hopeless)], HEALING).ending is None
+    late = after([at(0, hopeless), at(61, hopeless)], HEALING)
+    assert late.ending is Kind.FAIL
+    assert "the learner's job will never start: the partition does not exist" in late.reason
+    assert after([at(0, hopeless), at(30, seen(learner=PENDING)), at(61, hopeless)], HEALING).ending is None
+
+
+def test_an_idle_server_is_given_back_and_comes_again_with_its_learner() -> None:
+    waiting = seen(learner=PENDING, beats={"server-0": Beat(1)})
+    looks = [at(t, replace(waiting, beats={"server-0": Beat(t)})) for t in range(0, 302, 10)]
+    assert after(looks[:-1], HEALING).ending is None
+    idle = after([*looks, at(302, waiting)], HEALING)
+    assert idle.actions == (Action(Kind.STOP, "server"),)
+    assert idle.fault is not None
+    assert idle.fault.kind == recovery.RELEASED
+    alone = seen(server=None, learner=PENDING, endpoint=False, faults=(idle.fault,))
+    assert after([at(0, alone), at(900, alone)], HEALING).actions == (Action(Kind.WAIT),)
+    there = seen(server=None, endpoint=False, beats={}, faults=(idle.fault,))
+    assert after([at(0, there)], HEALING).actions == (Action(Kind.START, "server"),)
+
+
+def test_a_learner_that_waits_for_a_queued_server_saves_and_leaves() -> None:
+    waiting = seen(
+        server=PENDING, endpoint=False, beats={"learner": Beat(1, (1.0, 5.0), True, "waiting for the server")}
+    )
+    looks = [at(t, replace(waiting, beats={"learner": Beat(t, (1.0, 5.0), True, "waiting for the server")})) for t in
+             range(0, 302, 10)]  # fmt: skip
+    assert after([*looks, at(302, waiting)], HEALING).actions == (Action(Kind.LEAVE, "learner"),)
+    gone = seen(server=PENDING, learner=None, endpoint=False, faults=(fault(kind=recovery.LEFT, step=5),), step=5)
+    assert after([at(0, gone), at(301, gone)], HEALING).actions == (Action(Kind.WAIT),)
+
+
+@pytest.mark.parametrize(
+    ("phase", "key"),
+    [("training", "step_timeout = 50"), ("saving", "save_timeout = 70"), ("delivering weights", "sync_timeout = 60")],
+)
+def test_each_phase_has_its_deadline_though_everything_else_moves(phase: str, key: str) -> None:
+    policy = replace(HEALING, save_s=70, sync_s=60)
+
+    def look(t: int) -> Observation:
+        moving = {"server-0": Beat(t, (float(t),)), "learner": Beat(t, (float(t), 3.0), True, phase, 3)}
+        return at(t, seen(beats=moving))
+
+    limit = int(key.rsplit(" ", 1)[1])
+    assert after([look(t) for t in range(0, limit, 10)], policy).fault is None
+    found = after([look(t) for t in range(0, limit + 20, 10)], policy).fault
+    assert found is not None
+    assert (found.role, found.kind) == ("learner", recovery.HUNG)
+    assert f"learner.{key}" in found.reason
+
+
+def test_a_rank_that_stopped_is_named_with_its_node() -> None:
+    def look(t: int) -> Observation:
+        frozen = Beat(3, (3.0, 3.0), True, "training", 3, "n2")
+        moving = {
+            "server-0": Beat(t),
+            "learner": Beat(t, (float(t), float(t)), True, "training", t),
+            "learner-1": frozen,
+        }
+        return at(t, seen(beats=moving))
+
+    found = after([look(t) for t in range(0, 200, 10)], HEALING).fault
+    assert found is not None
+    assert (found.role, found.nodes) == ("learner", ("n2",))
+    assert "rank 1 of the learner on n2 has not written a heartbeat" in found.reason
+
+
+def test_what_is_known_of_a_dead_server_is_not_held_against_the_next() -> None:
+    policy = replace(HEALING, server_startup_s=100)
+    first = seen(endpoint=False, beats={}, incarnations={"server": "a", "learner": "l"})
+    second = replace(first, incarnations={"server": "b", "learner": "l"})
+    looks = [at(0, first), at(90, first), at(99, second), at(190, second)]
+    assert after(looks, policy).fault is None
+    assert after([*looks, at(200, second)], policy).fault is not None
+
+
+@settings(deadline=None)
+@given(FAULTS, st.integers(0, 5))
+def test_strikes_never_shrink_without_a_new_step(faults: tuple[Fault, ...], step: int) -> None:
+    before = recovery.strikes(faults, step)
+    assert 0 <= before <= 2 * len(faults)
+    if step > max((f.step for f in faults if f.kind != recovery.RELEASED), default=-1):
+        assert before == 0
+    else:
+        again = replace(faults[-1], kind=recovery.DIED, role="learner", step=min(step, faults[-1].step))
+        assert recovery.strikes((*faults, again), step) >= before
+
+
+def test_a_node_at_fault_twice_is_left_out_for_a_while() -> None:
+    faults = [replace(fault(kind=recovery.NODE, nodes=("n3",)), time=t) for t in (100.0, 200.0)]
+    once = [replace(fault(kind=recovery.DIED, nodes=("n1",)), time=200.0)] * 2
+    assert recovery.excluded([*faults, *once], 300.0, 600) == ("n3",)
+    assert recovery.excluded(faults, 750.0, 600) == ()
+    assert recovery.excluded(faults[:1], 150.0, 600) == ()

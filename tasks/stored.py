@@ -1,0 +1,48 @@
+"""What a run's folder says about how it is to be run."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.backend import Backend
+from cluster.backends import backend_of
+from cluster.jobs import JobRecord, read_jobs, unrecorded_jobs
+from cluster.profile import load_profile
+from slipstream.config_file import load_config
+from slipstream.run_config import RunConfig
+from slipstream.run_folder import RunFolder, read_json
+
+
+def stored_config(run: RunFolder) -> RunConfig:
+    return load_config(run.run_file)
+
+
+def started_in(run: RunFolder) -> Path:
+    """The folder that the run was started from: relative paths of its configuration are relative to it."""
+    return Path((read_json(run.path / "origin.json") or {}).get("cwd", "."))
+
+
+@contextlib.contextmanager
+def origin(run: RunFolder) -> Iterator[None]:
+    """Work in the folder that the run was started from, where it is still there."""
+    folder = started_in(run)
+    with contextlib.chdir(folder) if folder.is_dir() else contextlib.nullcontext():
+        yield
+
+
+def backend_for(run: RunFolder) -> Backend:
+    """The cluster that the run's configuration names. Raises ClusterError."""
+    with origin(run):
+        return backend_of(load_profile(stored_config(run).cluster.profile))
+
+
+def all_jobs(run: RunFolder) -> list[JobRecord]:
+    """Jobs of all attempts, those included of which only the intent was recorded."""
+    return [job for attempt in run.attempts() for job in read_jobs(run, attempt)] + unrecorded_jobs(run)
+
+
+def live_jobs(run: RunFolder, backend: Backend) -> list[JobRecord]:
+    """Jobs that have not ended, or of which the scheduler says nothing now."""
+    jobs = all_jobs(run)
+    views = backend.look(run, jobs)
+    return [job for job in jobs if job.incarnation in views and not views[job.incarnation].state.ended]
