@@ -17,9 +17,11 @@ from typing import Any
 
 import psutil
 
+from slipstream.config_file import ConfigError
 from slipstream.run_config import RecoverySection
 from slipstream.run_folder import RunFolder, create_exclusively, read_json, write_json
 from tasks.outcome import NothingToResume
+from tasks.stored import stored_config
 
 POLL_S = 0.2
 
@@ -151,7 +153,7 @@ def claim(run: RunFolder, lease_s: float | None = None) -> Lease:
     A leader of another host whose process cannot be looked at has `lease_s` to give a sign of life.
     Raises NothingToResume where another process leads.
     """
-    bound = RecoverySection().lease if lease_s is None else lease_s
+    bound = _configured(run) if lease_s is None else lease_s
     watch = LeaseWatch(run, bound)
     while True:
         lease = lead_if_free(run, watch, bound)
@@ -161,6 +163,13 @@ def claim(run: RunFolder, lease_s: float | None = None) -> Lease:
         if who and (watch.moved or socket.gethostname() in who.rsplit(" ", 1)[-1:]):
             raise NothingToResume(f"{run.run_id} is running ({who}): stop it with `slipstream stop {run.path}`")
         time.sleep(POLL_S)
+
+
+def _configured(run: RunFolder) -> float:
+    try:
+        return stored_config(run).recovery.lease
+    except (ConfigError, OSError):
+        return RecoverySection().lease
 
 
 def release(run: RunFolder) -> None:

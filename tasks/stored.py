@@ -7,8 +7,8 @@ from pathlib import Path
 from cluster.backend import Backend
 from cluster.backends import backend_of
 from cluster.jobs import JobRecord, read_jobs, unrecorded_jobs
-from cluster.profile import load_profile
-from slipstream.config_file import load_config
+from cluster.profile import ClusterError, ClusterProfile, load_profile
+from slipstream.config_file import ConfigError, load_config
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json
 
@@ -34,6 +34,15 @@ def backend_for(run: RunFolder) -> Backend:
     """The cluster that the run's configuration names. Raises ClusterError."""
     with origin(run):
         return backend_of(load_profile(stored_config(run).cluster.profile))
+
+
+def backend_to_stop(run: RunFolder) -> Backend:
+    """`backend_for`, but jobs can be stopped though the run's configuration or its profile is damaged or gone."""
+    try:
+        return backend_for(run)
+    except (ConfigError, ClusterError, OSError):
+        slurm = any(job.executor == "slurm" for job in all_jobs(run))
+        return backend_of(ClusterProfile(executor="slurm" if slurm else "local"))
 
 
 def all_jobs(run: RunFolder) -> list[JobRecord]:

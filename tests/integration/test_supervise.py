@@ -22,10 +22,13 @@ from slipstream.run_folder import RunFolder, read_json, read_jsonl
 from tasks import prepare as preparing
 from tasks.finish import finish
 from tasks.interrupt import uninterrupted
+from tasks.lease import release
 from tasks.outcome import NothingToResume, RunCancelled, RunFailed
-from tasks.prepare import all_jobs, live_supervisor, prepare, resume_prepare
-from tasks.start import start_learner, start_server
+from tasks.prepare import prepare, resume_prepare
+from tasks.records import read_faults
+from tasks.start import start_learner, start_role, start_server
 from tasks.stop import stop
+from tasks.stored import all_jobs
 from tasks.supervise import supervise
 
 pytestmark = pytest.mark.integration
@@ -39,6 +42,7 @@ def config_in(root: Path, **sections: dict[str, Any]) -> RunConfig:
         "data": {"source": "d"},
         "server": {"gpus": 0},
         "learner": {"gpus": 0},
+        "recovery": {"max_restarts": 0, "backoff": 0},
         "storage": {"root": str(root)},
     }
     for name, section in sections.items():
@@ -59,12 +63,13 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         monkeypatch.setenv("STANDIN", faults)
         prepared = prepare(config_in(tmp_path, **sections), "r")
         started.append(prepared.run)
-        start_server(prepared.run, 1)
-        start_learner(prepared.run, 1)
+        start_server(prepared.run)
+        start_learner(prepared.run)
         return prepared.run
 
     yield start
     for run in started:
+        release(run)
         cancel_jobs(all_jobs(run), grace_s=0.1)
 
 
@@ -82,15 +87,14 @@ def processes(run: RunFolder) -> list[Any]:
 def test_a_run_finishes_and_leaves_no_process(begin: Callable[..., RunFolder]) -> None:
     run = begin()
     reasons: list[str] = []
-    outcome = supervise(run, 1, lambda seen, decision: reasons.append(decision.reason), poll_s=0.1)
+    outcome = supervise(run, lambda seen, decision: reasons.append(decision.reason), poll_s=0.1)
     assert outcome.kind is Kind.FINISH
     assert reasons[-1] == "the learner has finished"
     assert not processes(run)
-    report = finish(run, 1, outcome)
+    report = finish(run)
     assert report == run.report_file
     assert (read_json(run.path / "outcome.json") or {})["kind"] == "finish"
     assert (read_json(run.heartbeat_file("supervisor")) or {})["phase"] == "ended"
-    assert live_supervisor(run) == ""
     events = [line["event"] for line in read_jsonl(run.records(1) / "supervisor.jsonl")]
     assert events[0] == "prepared"
     assert any(event.startswith("server submitted: job ") for event in events)
@@ -122,7 +126,7 @@ def test_what_breaks_ends_the_run_with_the_right_log(
     for started in ("server", "learner"):
         wait_for(run.log_file(started, 1))
     with pytest.raises(RunFailed) as caught:
-        supervise(run, 1, poll_s=0.1)
+        supervise(run, poll_s=0.1)
     assert caught.value.role == role
     assert reason in caught.value.reason
     assert any(line.startswith(last_line) for line in caught.value.last_lines.splitlines())
@@ -136,7 +140,7 @@ def test_a_stop_from_outside_ends_it_and_is_not_called_a_failure(begin: Callable
     run = begin("learner:hang")
     threading.Thread(target=lambda: stop(run, "anna", "enough")).start()
     with pytest.raises(RunCancelled, match="anna: enough"):
-        supervise(run, 1, poll_s=0.1)
+        supervise(run, poll_s=0.1)
     assert not processes(run)
     assert stop(run, "bert", "me too") == []
     assert (read_json(run.cancel_file) or {})["who"] == "anna"
@@ -150,7 +154,7 @@ def test_an_interrupt_cancels_on_storage_and_leaves_no_process(begin: Callable[.
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        supervise(run, 1, interrupt, poll_s=0.1)
+        supervise(run, interrupt, poll_s=0.1)
     assert "KeyboardInterrupt" in (read_json(run.cancel_file) or {})["why"]
     assert not processes(run)
 
@@ -158,7 +162,7 @@ def test_an_interrupt_cancels_on_storage_and_leaves_no_process(begin: Callable[.
 def test_resume_stops_what_was_left_and_begins_a_new_attempt(begin: Callable[..., RunFolder], tmp_path: Path) -> None:
     run = begin("learner:hang")
     stop(run, "anna", "enough")  # as a stop whose jobs come back to life below would leave it
-    start_server(run, 1)
+    start_role(run, "server")
     left = read_jobs(run, 1)[-1]
     prepared = resume_prepare(run.path)
     assert prepared.attempt == 2
@@ -170,23 +174,126 @@ def test_resume_stops_what_was_left_and_begins_a_new_attempt(begin: Callable[...
     assert run.fence(2)["step"] == 0
 
 
+RESUME = "import sys; from tasks.prepare import resume_prepare; print(resume_prepare(sys.argv[1]).notes)"
+SUPERVISE = "import sys; from slipstream.run_folder import RunFolder; from tasks.supervise import supervise; "
+SUPERVISE += "print(supervise(RunFolder(sys.argv[1]), poll_s=0.2).reason)"
+
+
 def test_resume_of_a_running_run_is_refused(begin: Callable[..., RunFolder]) -> None:
     run = begin("learner:hang")
     done = threading.Event()
 
     def watch() -> None:
         with pytest.raises(RunCancelled):
-            supervise(run, 1, lambda seen, decision: done.set(), poll_s=0.1)
+            supervise(run, lambda seen, decision: done.set(), poll_s=0.1)
 
     thread = threading.Thread(target=watch)
     thread.start()
     done.wait(60)
     try:
-        with pytest.raises(NothingToResume, match="is running"):
-            resume_prepare(run.path)
+        other = subprocess.run(
+            [sys.executable, "-c", RESUME, str(run.path)], capture_output=True, text=True, check=False
+        )
+        assert "NothingToResume" in other.stderr
+        assert f"is running (pid {os.getpid()} on" in other.stderr
     finally:
         stop(run, "test", "over")
         thread.join(60)
+
+
+@pytest.mark.parametrize("fault", ["die once", "kill once", "raise once"])
+def test_a_learner_that_breaks_once_is_resumed_and_the_server_kept(begin: Callable[..., RunFolder], fault: str) -> None:
+    run = begin(f"learner:{fault}", recovery={"max_restarts": 2})
+    server = run.assignment()["server"]
+    kinds: list[Kind] = []
+    outcome = supervise(run, lambda seen, decision: kinds.extend(a.kind for a in decision.actions), poll_s=0.1)
+    assert outcome.kind is Kind.FINISH
+    assert run.attempts() == [1, 2]
+    assert run.assignment()["server"] == server
+    assert kinds.count(Kind.STOP) == 1
+    (found,) = read_faults(run)
+    assert (found.role, found.kind, found.attempt) == ("learner", "died", 1)
+    assert [job.why for job in read_jobs(run, 2)] == [found.reason]
+    assert not processes(run)
+
+
+def test_a_server_that_breaks_once_is_restarted_in_its_attempt(begin: Callable[..., RunFolder]) -> None:
+    run = begin("server:die once", recovery={"max_restarts": 2})
+    first = run.assignment()
+    assert supervise(run, poll_s=0.1).kind is Kind.FINISH
+    assert run.attempts() == [1]
+    assert run.assignment()["learner"] == first["learner"]
+    assert run.assignment()["server"] != first["server"]
+    assert not processes(run)
+
+
+def test_what_always_breaks_ends_the_run_with_its_cause(begin: Callable[..., RunFolder]) -> None:
+    run = begin("learner:die", recovery={"max_restarts": 2})
+    with pytest.raises(RunFailed, match=r"learner is out of luck \(3 strikes.*max_restarts = 2"):
+        supervise(run, poll_s=0.1)
+    assert run.attempts() == [1, 2]
+    assert (read_json(run.path / "outcome.json") or {})["kind"] == "fail"
+    assert not processes(run)
+
+
+def test_what_a_killed_supervisor_left_is_taken_over(begin: Callable[..., RunFolder]) -> None:
+    run = begin("learner:hang once", learner={"step_timeout": 1e6})
+    release(run)
+    first = subprocess.Popen([sys.executable, "-c", SUPERVISE, str(run.path)], stderr=subprocess.DEVNULL)
+    try:
+        wait_for(run.path / "lease.json")
+        wait_for(run.heartbeat_file("supervisor"))
+        onlooker = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISE, str(run.path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        first.kill()
+        first.wait()
+        alive = {process.pid for process in processes(run)}
+        assert alive
+        assigned = run.assignment()
+        wait_for(run.path / "leases" / "3.json")
+        assert run.assignment() == assigned
+        stop(run, "anna", "enough")
+        _, errors = onlooker.communicate(timeout=60)
+        assert "RunCancelled" in errors
+    finally:
+        first.kill()
+        first.wait()
+    assert run.attempts() == [1]
+    assert not processes(run)
+
+
+def test_resume_takes_over_what_runs(begin: Callable[..., RunFolder]) -> None:
+    run = begin("learner:hang once")
+    release(run)
+    wait_for(run.log_file("learner", 1))
+    prepared = resume_prepare(run.path)
+    assert prepared.attempt == 1
+    assert prepared.notes[0].startswith("took over what runs: server (attempt 1, job")
+    assert len(processes(run)) >= 4
+
+
+def test_killed_between_the_job_and_its_record(
+    begin: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next leader finds the job by its mark, and starts no second one."""
+    run = begin("learner:hang")
+    job = read_jobs(run, 1)[-1]
+    lines = [line for line in run.jobs_file(1).read_text().splitlines() if job.incarnation not in line]
+    run.jobs_file(1).write_text("".join(f"{line}\n" for line in lines))
+    seen: list[Any] = []
+
+    def look(observation: Any, decision: Any) -> None:
+        seen.append(decision.actions)
+        if decision.reason == "training":
+            stop(run, "anna", "enough")
+
+    with pytest.raises(RunCancelled):
+        supervise(run, look, poll_s=0.1)
+    assert {record.incarnation for record in read_jobs(run, 1)} == {record.incarnation for record in all_jobs(run)}
+    assert len(all_jobs(run)) == 2
+    assert not any(action.kind is Kind.START for actions in seen for action in actions)
+    assert not processes(run)
 
 
 def test_nothing_is_created_where_the_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Small leaders that stand in for server and learner: they obey the contracts and break where STANDIN says so.
 
-STANDIN is a comma-separated list of faults, like "server:die,learner:hang".
+STANDIN is a comma-separated list of faults, like "server:die,learner:hang"; "learner:die once" breaks the first only.
 """
 
 import os
@@ -44,7 +44,12 @@ class Standin:
 
     def fault_now(self) -> None:
         """Break here, where this role is told to."""
-        kind = fault(self.role)
+        kind, _, times = fault(self.role).partition(" ")
+        broken = self.run.path / f"{self.role}.broken"
+        if times == "once" and kind:
+            if broken.exists():
+                return
+            broken.touch()
         if kind == "die":
             self.say(f"{self.role}: RuntimeError: out of luck")
             self.end(3, f"{self.role} is out of luck")
@@ -82,7 +87,10 @@ def endpoint_counts(run: RunFolder) -> bool:
 def server(run_dir: Path, attempt: int) -> int:
     standin = Standin(run_dir, attempt, "server", "server-0")
     standin.fault_now()
-    write_json(standin.run.endpoint_file(), {"url": "http://127.0.0.1:9", "attempt": attempt, "incarnation": standin.incarnation})
+    write_json(
+        standin.run.endpoint_file(),
+        {"url": "http://127.0.0.1:9", "attempt": attempt, "incarnation": standin.incarnation},
+    )
     standin.beat.update(phase="serving")
     standin.until_stopped()
     return 0

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 import tasks.prepare
+import tasks.records
 import tasks.stop
 from cluster.jobs import JOB_MARK, JobRecord, JobState, record_job
 from cluster.local_jobs import job_view
@@ -56,10 +57,10 @@ def test_a_resume_of_a_finished_run_stops_what_a_killed_flow_left(run, job):
 
 def test_a_full_disk_does_not_keep_jobs_alive(run, job, monkeypatch):
     monkeypatch.setattr(tasks.stop, "write_json", full)
-    monkeypatch.setattr(tasks.prepare, "append_jsonl", full)
-    assert [job.role for job in stop(run, "me", "why", grace_s=20)] == ["learner"]
+    monkeypatch.setattr(tasks.records, "append_jsonl", full)
+    assert [job.role for job in stop(run, "me", "why", kill_after_s=20)] == ["learner"]
     assert not psutil.pid_exists(job.pid)
-    tasks.prepare.log_event(run, 1, "not written")
+    tasks.records.log_event(run, 1, "not written")
 
 
 @pytest.mark.parametrize(("free", "words"), [(0, "is full"), (1 << 30, "killed, or out of memory")])
