@@ -26,6 +26,10 @@ from tasks.stored import stored_config
 POLL_S = 0.2
 
 
+class StepDown(BaseException):
+    """This process is to stop leading, and the run to go on."""
+
+
 class Lease:
     """One term of this process; it beats from a thread until `release`."""
 

@@ -33,6 +33,16 @@ def heartbeat(run: RunFolder, writer: str, incarnation: str | None = None) -> di
     return value
 
 
+def counting_heartbeat(run: RunFolder, writer: str) -> dict[str, Any]:
+    """The newest beat of `writer`, if it is of a job that counts, or {}; where nobody supervises, of the newest attempt."""
+    beat, assignment = heartbeat(run, writer), run.assignment()
+    if not assignment:
+        return beat if beat.get("attempt") == newest_attempt(run) else {}
+    role = "server" if writer.startswith("server") else "learner"
+    named = assignment.get(role) or assignment.get("allocation")
+    return beat if beat.get("incarnation") == named else {}
+
+
 def endpoint(run: RunFolder) -> dict[str, Any]:
     """The address of the server that counts, or {}."""
     assignment = run.assignment()

@@ -18,7 +18,7 @@ from tasks.observe import newest_attempt
 from tasks.outcome import NothingToResume
 from tasks.records import forgive, log_event
 from tasks.start import next_attempt
-from tasks.stored import all_jobs, backend_for, backend_to_stop, live_jobs, origin, started_in, stored_config
+from tasks.stored import all_jobs, backend_anyway, backend_for, live_jobs, origin, started_in, stored_config
 
 __all__ = ["Prepared", "all_jobs", "check", "origin", "prepare", "resume_prepare", "started_in", "stored_config"]
 
@@ -88,7 +88,7 @@ def check_resumable(run: RunFolder) -> None:
     """
     if read_json(run.path / "result.json"):
         with uninterrupted():
-            stopped = ", ".join(map(_job_text, backend_to_stop(run).cancel(run, all_jobs(run))))
+            stopped = ", ".join(map(_job_text, backend_anyway(run).cancel(run, all_jobs(run))))
         left = f" (stopped what was left running: {stopped})" if stopped else ""
         raise NothingToResume(f"{run.run_id} has finished: `slipstream report {run.path}` shows it{left}")
     with origin(run):

@@ -8,7 +8,7 @@ from slipstream.run_folder import RunFolder, write_json
 from tasks.interrupt import uninterrupted
 from tasks.observe import newest_attempt
 from tasks.records import log_event
-from tasks.stored import all_jobs, backend_to_stop
+from tasks.stored import all_jobs, backend_anyway
 
 
 def request_cancel(run: RunFolder, who: str, why: str) -> bool:
@@ -31,7 +31,7 @@ def stop_jobs(run: RunFolder, kill_after_s: float = KILL_AFTER_S) -> list[JobRec
     Idempotent, and not broken by a second Ctrl-C.
     """
     with uninterrupted():
-        stopped = backend_to_stop(run).cancel(run, all_jobs(run), kill_after_s)
+        stopped = backend_anyway(run).cancel(run, all_jobs(run), kill_after_s)
         if stopped:
             said = "stopped: " + ", ".join(f"{job.role} (job {job.job_id})" for job in stopped)
             log_event(run, newest_attempt(run), said)

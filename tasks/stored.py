@@ -36,8 +36,8 @@ def backend_for(run: RunFolder) -> Backend:
         return backend_of(load_profile(stored_config(run).cluster.profile))
 
 
-def backend_to_stop(run: RunFolder) -> Backend:
-    """`backend_for`, but jobs can be stopped though the run's configuration or its profile is damaged or gone."""
+def backend_anyway(run: RunFolder) -> Backend:
+    """`backend_for`, but jobs can be seen and stopped though the run's configuration or its profile is damaged or gone."""
     try:
         return backend_for(run)
     except (ConfigError, ClusterError, OSError):

@@ -15,7 +15,7 @@ from slipstream.process import Heartbeat, new_incarnation
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, write_json
 from tasks.interrupt import uninterrupted
-from tasks.lease import Lease, LeaseWatch, held_lease, lead_if_free, release
+from tasks.lease import Lease, LeaseWatch, StepDown, held_lease, lead_if_free, release
 from tasks.observe import cancel_request, evidence, newest_attempt, observe, policy_of
 from tasks.outcome import Outcome, RunCancelled, RunFailed, outcome_of, read_outcome, write_outcome
 from tasks.records import assign, assigned_jobs, log_event, read_faults, record_fault, run_step
@@ -88,6 +88,8 @@ class Supervisor:
         try:
             ended = self._lead(lease)
             return ended
+        except StepDown:
+            raise
         except BaseException as error:
             if lease.held():
                 ended = outcome_of(error)

@@ -163,6 +163,28 @@ def stop(run: str, root: str | None, why: str) -> int:
 @click.argument("run")
 @ROOT
 @fail_plainly
+def supervise(run: str, root: str | None) -> int:
+    """Lead RUN without a flow: restart what dies; or look on until its leader falls silent, and take over."""
+    from flows.cli.watch import supervise as supervise_run
+
+    return supervise_run(find_run(run, root))
+
+
+@main.command()
+@click.argument("run")
+@ROOT
+@fail_plainly
+def watch(run: str, root: str | None) -> int:
+    """Show RUN live, with all its parts; Ctrl-C ends the display, not the run."""
+    from flows.cli.watch import watch as watch_run
+
+    return watch_run(find_run(run, root))
+
+
+@main.command()
+@click.argument("run")
+@ROOT
+@fail_plainly
 def status(run: str, root: str | None) -> int:
     """Show how RUN stands."""
     from flows.cli.summary import status as status_text

@@ -4,7 +4,8 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -120,17 +121,24 @@ def render(snapshot: Snapshot, elapsed_s: float) -> RenderableType:
 
 
 class PlainPrinter:
-    """Prints each phase and each new logging window once; the first `printed` windows are known already."""
+    """Prints each phase and each new logging window once; those of `known` are not new.
 
-    def __init__(self, write: Callable[[str], None], printed: int = 0) -> None:
+    Counted by attempt: a resume makes windows void, which must not hide those that come after.
+    """
+
+    def __init__(self, write: Callable[[str], None], known: Sequence[dict[str, Any]] = ()) -> None:
         self._write = write
         self._phase = ""
-        self._printed = printed
+        self._printed = Counter(int(window.get("attempt", 0)) for window in known)
 
     def show(self, snapshot: Snapshot, elapsed_s: float) -> None:
-        for window in snapshot.windows[self._printed :]:
-            self._write(window_line(window, snapshot.max_steps, elapsed_s))
-        self._printed = len(snapshot.windows)
+        met: Counter[int] = Counter()
+        for window in snapshot.windows:
+            attempt = int(window.get("attempt", 0))
+            met[attempt] += 1
+            if met[attempt] > self._printed[attempt]:
+                self._write(window_line(window, snapshot.max_steps, elapsed_s))
+        self._printed |= met
         phase = phase_text(snapshot)
         # once training, the phases of each step would drown the windows
         if phase not in (self._phase, "ended") and not (self._printed and phase == snapshot.learner):
@@ -156,7 +164,7 @@ def progress(run: RunFolder, console: Console | None = None) -> Iterator[None]:
 
         context: contextlib.AbstractContextManager[Any] = live
     else:
-        printer = PlainPrinter(lambda line: print(line, flush=True), printed=len(take_snapshot(run).windows))
+        printer = PlainPrinter(lambda line: print(line, flush=True), take_snapshot(run).windows)
 
         def show() -> None:
             printer.show(take_snapshot(run), elapsed())

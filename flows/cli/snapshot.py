@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.metrics.report import reward_functions
 from slipstream.run_folder import RunFolder, read_json
-from tasks.observe import endpoint, heartbeat
+from tasks.observe import counting_heartbeat, endpoint, heartbeat
 
 REWARD = "reward"
 HELD_OUT = "eval/reward"
@@ -38,10 +38,8 @@ def take_snapshot(run: RunFolder) -> Snapshot:
     if not attempts:
         return Snapshot(run.run_id)
     attempt = attempts[-1]
-    jobs = run.assignment()
-    whole = jobs.get("allocation")
-    server = heartbeat(run, "server-0", jobs.get("server") or whole)
-    learner = heartbeat(run, "learner", jobs.get("learner") or whole)
+    server = counting_heartbeat(run, "server-0")
+    learner = counting_heartbeat(run, "learner")
     supervisor = heartbeat(run, "supervisor")
     windows = list(run.merged_records("metrics.jsonl"))
     metrics: dict[str, float] = {}

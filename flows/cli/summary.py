@@ -3,11 +3,12 @@
 import shlex
 from collections.abc import Sequence
 
+from flows.cli.parts import fault_lines, parts_lines
 from flows.cli.progress import clock, phase_text
 from flows.cli.snapshot import HELD_OUT_OF_ONE, held_out_before_after, take_snapshot, wall_time_s
 from slipstream.run_folder import RunFolder, read_json
 from tasks.records import assigned_jobs
-from tasks.stored import backend_for
+from tasks.stored import backend_anyway
 
 
 def _reward(value: float | None) -> str:
@@ -52,7 +53,7 @@ def status(run: RunFolder) -> str:
     step = f"{snapshot.step}" + (f" of {snapshot.max_steps}" if snapshot.max_steps else "")
     lines = [str(run.path), f"  state     {state}", f"  attempt   {snapshot.attempt}", f"  step      {step}"]
     jobs, _ = assigned_jobs(run)
-    views = backend_for(run).look(run, list(jobs.values()))
+    views = backend_anyway(run).look(run, list(jobs.values()))
     for role, job in jobs.items():
         view = views[job.incarnation]
         reason = view.queue_reason or view.reason
@@ -63,4 +64,8 @@ def status(run: RunFolder) -> str:
         lines.append(f"  reward    {snapshot.rewards[-1][1]:.3f}")
     if before is not None:
         lines.append(f"  held-out  {_reward(before)}" + (f" → {_reward(after)}" if after is not None else ""))
+    if beats := parts_lines(run):
+        lines += ["  parts", *(f"  {line}" for line in beats)]
+    if faults := fault_lines(run):
+        lines += ["  started again", *(f"  {line}" for line in faults)]
     return "\n".join(lines)

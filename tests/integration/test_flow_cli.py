@@ -29,7 +29,7 @@ class Command:
     def __init__(self, root: Path, argv: tuple[str, ...], faults: str, prefect: dict[str, str]) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         environment |= {
-            "PYTHONPATH": str(STANDINS),
+            "PYTHONPATH": f"{STANDINS}:{ROOT}",
             "STANDIN": faults,
             "HOME": str(root / "home"),
             "HF_HUB_OFFLINE": "1",

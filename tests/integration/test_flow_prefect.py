@@ -30,7 +30,7 @@ PATIENCE_S = 180
 def environment(**more: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     return clean | {
-        "PYTHONPATH": str(STANDINS),
+        "PYTHONPATH": f"{STANDINS}:{ROOT}",
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

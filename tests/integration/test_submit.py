@@ -62,7 +62,7 @@ def run(tmp_path: Path) -> Iterator[RunFolder]:
 @pytest.fixture
 def start(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., JobRecord]:
     """Submits a function of the stand-ins as a role."""
-    monkeypatch.setenv("PYTHONPATH", str(STANDINS))
+    monkeypatch.setenv("PYTHONPATH", f"{STANDINS}:{STANDINS.parents[1]}")
 
     def submit_standin(function: str, role: str = "server", profile: ClusterProfile = LOCAL, **env: str) -> JobRecord:
         for name, value in env.items():
@@ -224,7 +224,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_a_job(run: RunFolder, tmp_path: P
         "submit(ClusterProfile(executor='local'), RunFolder(sys.argv[1]), 'server', 1, config, cwd=Path('.'), why='')\n"
         "time.sleep(600)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(STANDINS)}
+    environment = {**os.environ, "PYTHONPATH": f"{STANDINS}:{STANDINS.parents[1]}"}
     submitter = subprocess.Popen(
         [sys.executable, str(script), str(run.path)], env=environment, start_new_session=True, stderr=subprocess.DEVNULL
     )

@@ -53,7 +53,7 @@ def config_in(root: Path, **sections: dict[str, Any]) -> RunConfig:
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunFolder]]:
     """Starts both stand-ins of a new run; every process is gone afterwards."""
-    monkeypatch.setenv("PYTHONPATH", str(STANDINS))
+    monkeypatch.setenv("PYTHONPATH", f"{STANDINS}:{STANDINS.parents[1]}")
     for role in ("server", "learner"):
         monkeypatch.setitem(entry.LEADERS, role, f"standin_roles:{role}")
     monkeypatch.setattr("slipstream.preflight.check", lambda config: [])

@@ -133,10 +133,21 @@ def test_the_plain_printer_says_each_thing_once() -> None:
 
 def test_what_a_resume_finds_is_not_printed_again() -> None:
     lines: list[str] = []
-    printer = PlainPrinter(lines.append, printed=1)
+    printer = PlainPrinter(lines.append, [WINDOW])
     for windows in ([WINDOW], [WINDOW, {**WINDOW, "step": 4}]):
         printer.show(Snapshot("r", 2, phase="training", learner="training", windows=windows), 1.0)
     assert [line.split("  ")[0] for line in lines if "step" in line] == ["[0:01] step 4"]
+
+
+def test_windows_after_a_recovery_are_printed_though_there_are_fewer() -> None:
+    lines: list[str] = []
+    printer = PlainPrinter(lines.append)
+    first = [{**WINDOW, "step": step, "attempt": 1} for step in range(1, 6)]
+    printer.show(Snapshot("r", 1, phase="training", learner="training", windows=first), 1.0)
+    second = [*first[:2], {**WINDOW, "step": 3, "attempt": 2}]
+    for _ in range(2):
+        printer.show(Snapshot("r", 2, phase="training", learner="training", windows=second), 1.0)
+    assert [line.split("  ")[0] for line in lines if "step" in line][5:] == ["[0:01] step 3"]
 
 
 def test_summary_and_status(run: RunFolder) -> None:
