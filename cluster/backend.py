@@ -40,7 +40,14 @@ class Backend(Protocol):
         """Raises ClusterError where this cluster cannot run `config`. Allocates nothing."""
 
     def submit(self, run: RunFolder, request: JobRequest) -> JobRecord:
-        """Intent on storage, submission, record on storage. Raises ClusterError with the scheduler's words."""
+        """Intent on storage, submission, record on storage.
+
+        Raises ClusterError with the scheduler's words, and its kind ClusterAway where the scheduler does not answer: the
+        job may have been submitted all the same, which `adopt` finds out.
+        """
+
+    def describe(self, run: RunFolder, role: str, attempt: int, config: RunConfig, cwd: Path) -> str:
+        """What `submit` would hand over: the sbatch file, or the command. Writes nothing, needs no scheduler."""
 
     def look(self, run: RunFolder, jobs: Sequence[JobRecord]) -> dict[str, JobView]:
         """The state of each job, by incarnation. A scheduler that does not answer is UNKNOWN, never an error."""

@@ -1,7 +1,11 @@
 """The environment that a job inherits: what its processes need, without secrets and without the flow's own settings."""
 
 import re
+import site
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
 
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|AUTH|PRIVATE", re.IGNORECASE)
 NOT_SECRET = frozenset({"SSH_AUTH_SOCK", "TOKENIZERS_PARALLELISM", "XAUTHORITY"})
@@ -21,6 +25,11 @@ def job_environment(environment: Mapping[str, str], keep: Iterable[str] = ()) ->
         return not FOREIGN.search(name) and (name in NOT_SECRET or not SECRET.search(name))
 
     return {name: value for name, value in environment.items() if wanted(name)}
+
+
+def code_root() -> str | None:
+    """The folder that a job's PYTHONPATH must name so that it runs this very code; None where it is installed."""
+    return None if str(ROOT) in {str(Path(path).resolve()) for path in site.getsitepackages()} else str(ROOT)
 
 
 def local_devices(gpus_of: Mapping[str, int], visible: str | None) -> dict[str, str]:

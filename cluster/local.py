@@ -32,6 +32,10 @@ class SessionExecutor(LocalExecutor):
     def name(cls) -> str:
         return "local"
 
+    def submit_command(self, command: str) -> int:
+        """Start the controller of a job that runs `command`; its process id. Raises OSError."""
+        return int(self._submit_command(command).job_id)
+
     def _submit_command(self, command: str) -> LocalJob[Any]:
         folder = Path(self.folder)
         environment = self.environment | {

@@ -36,6 +36,8 @@ def disk_is_full(run: RunFolder) -> bool:
 
 def job_view(run: RunFolder, job: JobRecord) -> JobView:
     """State of a local job, by its controller's process and its exit record; UNKNOWN from another host."""
+    if job.executor != "local":
+        return JobView(JobState.UNKNOWN, reason=f"it is no process of this machine, but a job of {job.executor}")
     if job.host != socket.gethostname():
         return JobView(JobState.UNKNOWN, reason=f"it runs on {job.host}, this is {socket.gethostname()}")
     if find_process(int(job.job_id), job.start_time):
@@ -49,7 +51,7 @@ def job_view(run: RunFolder, job: JobRecord) -> JobView:
 
 def job_processes(job: JobRecord) -> list[psutil.Process]:
     """Every live process of a local job: the controller, its descendants, and whatever inherited the job's mark."""
-    if job.host != socket.gethostname():
+    if job.executor != "local" or job.host != socket.gethostname():
         return []
     found: dict[int, psutil.Process] = {}
     controller = find_process(int(job.job_id), job.start_time)

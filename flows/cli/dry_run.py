@@ -20,12 +20,15 @@ def dry_run(config: RunConfig) -> str:
     profile = profile_of(config)
     run = RunFolder(Path(config.storage.root).expanduser() / f"{config.name}-dry-run")
     parts = ["# --- configuration", dump_config(config).strip()]
+    one = config.cluster.shape == "one_allocation"
+    if one:
+        parts += ["", "# --- one allocation: job", describe(profile, run, "allocation", 1, config)]
     if config.server.url:
         parts += ["", f"# --- server: runs already, {config.server.url}"]
     else:
-        parts += ["", "# --- server: job", describe(profile, run, "server", 1, config)]
+        parts += [] if one else ["", "# --- server: job", describe(profile, run, "server", 1, config)]
         parts += ["", "# --- server: command of its leader", _server(config, run)]
-    parts += ["", "# --- learner: job", describe(profile, run, "learner", 1, config)]
+    parts += [] if one else ["", "# --- learner: job", describe(profile, run, "learner", 1, config)]
     parts += ["", "# --- learner: command of its leader", shlex.join(torchrun_command(config, run, 1))]
     return "\n".join(parts) + "\n"
 

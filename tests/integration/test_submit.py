@@ -62,7 +62,7 @@ def run(tmp_path: Path) -> Iterator[RunFolder]:
 @pytest.fixture
 def start(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., JobRecord]:
     """Submits a function of the stand-ins as a role."""
-    monkeypatch.setenv("PYTHONPATH", f"{STANDINS}:{STANDINS.parents[1]}")
+    monkeypatch.setenv("PYTHONPATH", str(STANDINS))
 
     def submit_standin(function: str, role: str = "server", profile: ClusterProfile = LOCAL, **env: str) -> JobRecord:
         for name, value in env.items():
@@ -224,7 +224,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_a_job(run: RunFolder, tmp_path: P
         "submit(ClusterProfile(executor='local'), RunFolder(sys.argv[1]), 'server', 1, config, cwd=Path('.'), why='')\n"
         "time.sleep(600)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{STANDINS}:{STANDINS.parents[1]}"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(STANDINS), str(STANDINS.parents[1])))}
     submitter = subprocess.Popen(
         [sys.executable, str(script), str(run.path)], env=environment, start_new_session=True, stderr=subprocess.DEVNULL
     )
@@ -244,7 +244,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_a_job(run: RunFolder, tmp_path: P
 @pytest.mark.parametrize(
     ("profile", "server", "words"),
     [
-        (ClusterProfile(executor="slurm"), {}, "--dry-run"),
+        (LOCAL, {"gpus": 999}, "server.gpus = 999"),
         (LOCAL, {"nodes": 2}, "server.nodes = 2"),
     ],
 )
@@ -261,14 +261,17 @@ def test_the_sbatch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     )  # fmt: skip
     config = config_of(nodes=2, gpus=4)
     text = describe(profile, RunFolder(tmp_path / "r"), "server", 1, config)
-    lines = text.replace(str(tmp_path), "ROOT").replace(sys.executable, "PYTHON").splitlines()
+    lines = (
+        text.replace(str(tmp_path), "ROOT").replace(sys.executable, "PYTHON").replace(os.getcwd(), "REPO").splitlines()
+    )
     assert [line for line in lines if line.startswith("#SBATCH")] == [
         "#SBATCH --account=lab",
-        "#SBATCH --comment=slipstream:r:1:server",
+        "#SBATCH --chdir=REPO",
+        "#SBATCH --comment=slipstream:r:1:server:incarnation",
         "#SBATCH --cpus-per-task=8",
         "#SBATCH --dependency=singleton",
         "#SBATCH --exclusive",
-        "#SBATCH --export=HOME,LANG,PATH,USER",
+        "#SBATCH --export=NONE",
         "#SBATCH --gpus-per-node=4",
         "#SBATCH --job-name=slipstream-r-server",
         "#SBATCH --kill-on-invalid-dep=yes",
@@ -280,12 +283,13 @@ def test_the_sbatch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "#SBATCH --output=ROOT/r/jobs/submitit/%j_0_log.out",
         "#SBATCH --partition=gpu",
         "#SBATCH --reservation=mine",
-        "#SBATCH --signal=USR2@90",
+        "#SBATCH --signal=USR2@180",
         "#SBATCH --time=60",
-        "#SBATCH --wckey=submitit",
     ]
     assert "module load cuda" in lines
-    assert "export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0" in lines
-    assert any(line.endswith("PYTHON -u -m submitit.core._submit ROOT/r/jobs/submitit") for line in lines)
+    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "SLIPSTREAM_INTERFACE")
+    assert {f"export {name}=ib0" for name in names} <= set(lines)
+    command = "PYTHON -u -m cluster.entry ROOT/r --role server --attempt 1 --incarnation incarnation --leader"
+    assert any(f"{command} slipstream.serving.main:run" in line for line in lines)
     assert "s3cret-value" not in text
     assert not (tmp_path / "r").exists()
