@@ -64,6 +64,3 @@ class Backend(Protocol):
 
         Idempotent. Returns those that were alive.
         """
-
-    def log(self, run: RunFolder, job: JobRecord) -> Path:
-        """stdout and stderr of the job's leader."""

@@ -4,6 +4,7 @@ The tasks are thin over `tasks/`; the run folder, not Prefect, remembers the run
 hand a resumed run the job of a dead one. No result is persisted.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
+from cluster.clients import ClusterAway
 from cluster.decide import Decision, Kind, Observation
+from cluster.jobs import JobRecord
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from tasks import finish as finishing
@@ -45,13 +48,21 @@ def prepare_resume(run_dir: str) -> str:
 
 @task(name="start server", **OPTIONS)
 def start_server(run_dir: str) -> str | None:
-    job = starting.start_server(RunFolder(run_dir))
-    return job.job_id if job else None
+    return _job_id(lambda: starting.start_server(RunFolder(run_dir)))
 
 
 @task(name="start learner", **OPTIONS)
 def start_learner(run_dir: str) -> str | None:
-    job = starting.start_learner(RunFolder(run_dir))
+    return _job_id(lambda: starting.start_learner(RunFolder(run_dir)))
+
+
+def _job_id(start: Callable[[], JobRecord | None]) -> str | None:
+    """None where there is no job to start, or where the scheduler is away: the supervisor goes on trying."""
+    try:
+        job = start()
+    except ClusterAway as error:
+        get_run_logger().warning("%s", error)
+        return None
     return job.job_id if job else None
 
 

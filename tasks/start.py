@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from cluster.backend import Backend, JobRequest
+from cluster.clients import ClusterAway
 from cluster.decide import LEARNERS
 from cluster.jobs import JobRecord, read_jobs
 from slipstream.process import new_incarnation
@@ -20,7 +21,7 @@ def start_role(
     """Submit the job of `role`: "server", "learner" or "allocation".
 
     A learner (or an allocation) that is started again begins a new attempt, from the newest complete checkpoint.
-    Raises ClusterError, OSError; the role then has no job.
+    Raises ClusterError, OSError: the role then has no job; ClusterAway: it may have one.
     """
     config = stored_config(run)
     attempt = newest_attempt(run)
@@ -39,6 +40,8 @@ def start_role(
         assign(run, attempt, **{role: request.incarnation})
         try:
             job = (backend or backend_for(run)).submit(run, request)
+        except ClusterAway:
+            raise
         except BaseException:
             assign(run, attempt, **{role: None})
             raise

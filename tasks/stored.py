@@ -32,8 +32,9 @@ def origin(run: RunFolder) -> Iterator[None]:
 
 def backend_for(run: RunFolder) -> Backend:
     """The cluster that the run's configuration names. Raises ClusterError."""
+    config = stored_config(run)
     with origin(run):
-        return backend_of(load_profile(stored_config(run).cluster.profile))
+        return backend_of(load_profile(config.cluster.profile), config.recovery.poll)
 
 
 def backend_anyway(run: RunFolder) -> Backend:

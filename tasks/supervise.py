@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable
 
 from cluster.backend import Backend
+from cluster.clients import ClusterAway
 from cluster.decide import Decision, Kind, Observation, State, decide
 from cluster.jobs import JobRecord, JobView
 from cluster.profile import ClusterError
 from cluster.recovery import REFUSED, Fault, excluded
+from cluster.slurm_backend import SlurmBackend
+from cluster.submit import job_log
 from slipstream.process import Heartbeat, new_incarnation
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, write_json
@@ -23,6 +26,7 @@ from tasks.start import start_role
 from tasks.stop import request_cancel, stop_jobs
 from tasks.stored import backend_for, stored_config
 
+LOCAL_POLL_S = 1.0  # no scheduler is asked
 TICK_S = 0.5  # a cancel request is seen within this
 
 Watcher = Callable[[Observation, Decision], None]
@@ -62,7 +66,9 @@ class Supervisor:
         self.backend: Backend = backend_for(run)
         self._policy = policy_of(self.config)
         self._tell = on_observation
-        self._poll_s = self.config.recovery.poll if poll_s is None else poll_s
+        on_slurm = isinstance(self.backend, SlurmBackend)
+        usual = self.config.recovery.poll if on_slurm else min(LOCAL_POLL_S, self.config.recovery.poll)
+        self._poll_s = usual if poll_s is None else poll_s
         self._said = ""
         self._beat: Heartbeat | None = None
         self._jobs: dict[str, JobRecord] = {}
@@ -157,11 +163,11 @@ class Supervisor:
         own = [fault for fault in faults if fault.role == role]
         try:
             start_role(self.run, role, own[-1].reason if own else "", exclude, self.backend)
+        except ClusterAway as error:  # it may be there all the same: the next looks find out
+            self.say(f"the scheduler does not answer: {error}")
+            self.sleep()
+            return False
         except ClusterError as error:
-            if getattr(error, "silent", False):
-                self.say(f"{role} not submitted yet: {error}")
-                self.sleep()
-                return False
             reason = f"the {role}'s job was not submitted: {error}"
             fault = Fault(time.time(), newest_attempt(self.run), role, REFUSED, run_step(self.run), (), reason)
             record_fault(self.run, fault)
@@ -187,7 +193,7 @@ class Supervisor:
         if decision.ending is Kind.FAIL:
             job = self._jobs.get(decision.role or "")
             view = self._views.get(job.incarnation) if job else None
-            own_log = self.backend.log(self.run, job) if job else None
+            own_log = job_log(self.run, job) if job else None
             log, lines = evidence(self.run, job, view, own_log)
             raise RunFailed(str(self.run.path), Outcome(Kind.FAIL, decision.reason, decision.role, log, lines))
         if decision.ending is Kind.CANCELLED:
