@@ -1,10 +1,9 @@
 """The sbatch file of a job, written by submitit, and its submission."""
 
-import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,9 @@ def _setup(profile: ClusterProfile, run: RunFolder, role: str, attempt: int, inc
     folders = [*PATHS] + ([str(Path(clients).parent)] if clients and str(Path(clients).parent) not in PATHS else [])
     lines = [
         "umask 077",
-        # What --export=NONE leaves: on some clusters the user's login environment, on others nothing but SLURM_*.
+        # --export=NONE leaves the user's login environment on some clusters, on others nothing but SLURM_*; then bash has
+        # a PATH of its own, which is not exported and may name the current folder.
+        '[[ "$(declare -p PATH)" == "declare -x "* ]] || PATH=',
         f'export PATH="${{PATH:+$PATH:}}{":".join(folders)}"',
         "export HOME=${HOME:-~}",
         'export USER="${USER:-$(id -un)}" LANG="${LANG:-C.UTF-8}"',
@@ -198,12 +199,6 @@ def sbatch_text(
     return executor.text(job_command(profile, run, role, attempt, incarnation, config))
 
 
-def exported(environment: os._Environ[str] | dict[str, str], keep: Sequence[str]) -> dict[str, str]:
-    """The variables of the submitter that its jobs get."""
-    names = {*ALWAYS_KEPT, *keep}
-    return {name: value for name, value in environment.items() if name in names}
-
-
 # Where models and data are, how libraries behave on this site: nothing that is a secret by its name. More by
 # `keep_environment` of the profile.
 ALWAYS_KEPT = (
@@ -230,3 +225,9 @@ ALWAYS_KEPT = (
     "https_proxy",
     "no_proxy",
 )
+
+
+def exported(environment: Mapping[str, str], keep: Sequence[str]) -> dict[str, str]:
+    """The variables of the submitter that its jobs get."""
+    names = {*ALWAYS_KEPT, *keep}
+    return {name: value for name, value in environment.items() if name in names}

@@ -32,6 +32,7 @@ from slipstream.run_folder import RunFolder, read_json, write_json
 LATE_S = 60.0
 CANCEL_S = 15.0  # for all of `cancel`
 CANCEL_CALL_S = 5.0
+AFTER_KILL_S = 2.5
 POLL_S = float(RecoverySection.model_fields["poll"].default)
 
 
@@ -108,6 +109,8 @@ class SlurmBackend:
         path = environment_file(run)
         before = read_json(path) or {}
         now = {**before, **exported(os.environ, self.profile.keep_environment)}
+        if self.profile.vllm_python:
+            now.pop("SLIPSTREAM_VLLM_PYTHON", None)
         if now != before or not path.exists():
             write_json(path, now)
 
@@ -240,15 +243,14 @@ class SlurmBackend:
         live = self._live(run, [job for job in jobs if job.job_id.isdigit() and job.job_id != "0"])
         if not live:
             return []
-        self._scancel(["--state=PENDING"], live)
-        self._scancel(["--signal=TERM"], live)
+        self._scancel(live, "--state=PENDING")
+        self._scancel(live, "--signal=TERM")
         left = self._wait(run, live, min(deadline, time.monotonic() + kill_after_s))
-        if left:
-            steps = self._steps(left)
-            if steps:
-                self._try(["scancel", "--signal=KILL", *steps])
-            self._scancel([], left)
-            self._wait(run, left, deadline)
+        # Each harder than the one before: KILL of its steps is immediate, that of its batch shell ends a job without steps.
+        for kill in (self._kill_steps, self._kill_batch, self._scancel):
+            if left:
+                kill(left)
+                left = self._wait(run, left, min(deadline, time.monotonic() + AFTER_KILL_S))
         return live
 
     def _live(self, run: RunFolder, jobs: Sequence[JobRecord]) -> list[JobRecord]:
@@ -263,14 +265,19 @@ class SlurmBackend:
             left = self._live(run, left)
         return left
 
-    def _scancel(self, options: Sequence[str], jobs: Sequence[JobRecord]) -> None:
+    def _scancel(self, jobs: Sequence[JobRecord], *options: str) -> None:
         self._try(["scancel", *options, *(job.job_id for job in jobs)])
 
-    def _steps(self, jobs: Sequence[JobRecord]) -> list[str]:
-        """Their steps. KILL of a step is immediate; of a whole job, SLURM makes it a plain scancel."""
+    def _kill_batch(self, jobs: Sequence[JobRecord]) -> None:
+        self._scancel(jobs, "--signal=KILL", "--batch")
+
+    def _kill_steps(self, jobs: Sequence[JobRecord]) -> None:
+        """KILL of a whole job SLURM would make a plain scancel, which waits KillWait."""
         ids = ",".join(job.job_id for job in jobs)
         text = self._try(["squeue", "-h", "-a", "-s", "-j", ids, "-o", "%i"])
-        return [step for step in text.split() if step.rpartition(".")[2].isdigit()]
+        steps = [step for step in text.split() if step.rpartition(".")[2].isdigit()]
+        if steps:
+            self._try(["scancel", "--signal=KILL", *steps])
 
     def _try(self, argv: Sequence[str]) -> str:
         """One that fails may have found a job ended already; the next look tells."""

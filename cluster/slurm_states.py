@@ -146,11 +146,10 @@ def _expand(part: str) -> Iterable[str]:
         yield part
         return
     head, numbers, tail = match.groups()
-    for rest in _expand(tail) if tail else [""]:
-        for piece in numbers.split(","):
-            first, _, last = piece.partition("-")
-            if not first.isdigit() or not (last or first).isdigit():
-                yield f"{head}{piece}{rest}"
-                continue
-            for number in range(int(first), int(last or first) + 1):
-                yield f"{head}{number:0{len(first)}d}{rest}"
+    rests = list(_expand(tail)) if tail else [""]
+    for piece in numbers.split(","):
+        first, _, last = piece.partition("-")
+        span = [piece]
+        if first.isdigit() and (last or first).isdigit():
+            span = [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+        yield from (f"{head}{number}{rest}" for number in span for rest in rests)
