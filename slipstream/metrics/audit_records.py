@@ -17,6 +17,7 @@ from slipstream.run_config import RunConfig
 from slipstream.run_folder import LEDGER, RunFolder, read_json, read_jsonl
 
 FAULTS = "faults.jsonl"  # in records/, by the supervisor
+RESUMED = "resumed"  # a person began the attempt
 
 
 def audit_run(run: RunFolder) -> Audit:
@@ -27,8 +28,10 @@ def audit_run(run: RunFolder) -> Audit:
 def read_records(run: RunFolder) -> RunRecords:
     """All records of a run. What cannot be read is among the records as such, never an error."""
     config = RunConfig.model_validate(tomllib.loads(run.run_file.read_text(encoding="utf-8")))
-    faults = read_jsonl(run.path / "records" / FAULTS)
-    ended = {attempt: _ended(run, attempt, faults) for attempt in run.attempts()}
+    told = read_jsonl(run.path / "records" / FAULTS)
+    faults = [fault for fault in told if fault.get("kind") != RESUMED]
+    resumed = {int(fault.get("attempt", 0)) for fault in told if fault.get("kind") == RESUMED}
+    ended = {attempt: _ended(run, attempt, faults, resumed) for attempt in run.attempts()}
     attempts = []
     for number in run.attempts():
         ledger, bad_ledger = _lines(
@@ -118,25 +121,38 @@ def _fault(fault: Mapping[str, Any]) -> str:
     return f"{fault.get('role', 'run')}{where}{at}: {what}{action}"
 
 
+def _ending(attempt: int, faults: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The fault that ended an attempt: the last one of its learner."""
+    own = [fault for fault in faults if fault.get("attempt") == attempt]
+    of_learner = [fault for fault in own if fault.get("role") != "server"]
+    return (of_learner or own)[-1] if own else None
+
+
 def _recovered(run: RunFolder, attempt: int, faults: list[dict[str, Any]]) -> list[str]:
     """What the attempt went on from; the fault that ended it is told with the next one."""
-    own = [_fault(fault) for fault in faults if fault.get("attempt") == attempt]
-    return own if attempt == run.attempts()[-1] else own[:-1]
+    last = attempt == run.attempts()[-1]
+    ending = None if last else _ending(attempt, faults)
+    return [_fault(fault) for fault in faults if fault.get("attempt") == attempt and fault is not ending]
 
 
-def _ended(run: RunFolder, attempt: int, faults: list[dict[str, Any]]) -> str:
-    """What ended an attempt, by the best record there is: a fault, a person, how its jobs ended, the outcome, an event."""
-    own = [fault for fault in faults if fault.get("attempt") == attempt]
-    if own:
-        return _fault(own[-1])
+def _ended(run: RunFolder, attempt: int, faults: list[dict[str, Any]], resumed: set[int]) -> str:
+    """What ended an attempt, by the best record there is: a person, a fault, how its jobs ended, the outcome, an event."""
+    by_person = "resumed by a person after: " if attempt + 1 in resumed else ""
+    return by_person + _cause(run, attempt, faults)
+
+
+def _cause(run: RunFolder, attempt: int, faults: list[dict[str, Any]]) -> str:
+    if own := _ending(attempt, faults):
+        return _fault(own)
     if cancel := _object(run.path / f"cancel-{attempt}.json"):
         return f"stopped by {cancel.get('who', 'somebody')}: {cancel.get('why', 'no reason given')}"
     exits = _exits(run, attempt)
     broken = [r for r in exits if r.get("returncode") != 0] or [r for r in exits if r.get("left") is not None]
     if broken:
         return f"{broken[0].get('role', 'a job')}: {broken[0].get('reason', '')}"
-    outcome = _object(run.path / "outcome.json")
-    if outcome.get("attempt") == attempt:
-        return str(outcome.get("reason", ""))
+    for name in (f"outcome-{attempt}.json", "outcome.json"):
+        outcome = _object(run.path / name)
+        if outcome.get("attempt") == attempt:
+            return str(outcome.get("reason", ""))
     events = read_jsonl(run.records(attempt) / "supervisor.jsonl")
     return str(events[-1].get("event", "")) if events else "it left no record of its end"

@@ -1,7 +1,6 @@
 """Rank 0's samples and ledger: groups in, steps out, and what a checkpoint must keep of them."""
 
 import hashlib
-import zlib
 from collections import Counter
 from fractions import Fraction
 from math import ceil
@@ -16,6 +15,7 @@ from slipstream.rollout.types import FAILED, FOREIGN, OVERSIZE_PROMPT, STALE, ZE
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import LEDGER, RunFolder, append_jsonl
 from slipstream.serving.labels import parse_label
+from tests.doubles.outcomes import ALL_ALIKE, ONE_FAILED, WHOLE, fate, step_size
 
 LOOP = "slipstream.rollout.loop:AsyncRolloutLoop"
 
@@ -74,19 +74,20 @@ class Book:
 
     def arrived(self, message: dict[str, Any]) -> None:
         """A group of the rollout process; what becomes of its samples is a hash of its number."""
-        number, draw = int(message["number"]), zlib.crc32(str(message["number"]).encode()) % 10
+        number = int(message["number"])
+        drawn = fate(number)
         version = parse_label(message["label"], self.run.run_id, self.attempt)
         dropped: Counter[str] = Counter()
         samples: list[Sample] = []
-        if draw == 0:
+        if drawn == WHOLE:
             dropped[OVERSIZE_PROMPT] = 1
-        elif draw == 1:
+        elif drawn == ALL_ALIKE:
             dropped[ZERO_STD] = self.group
         elif version is None:
             dropped[FOREIGN] = self.group
         else:
             samples = [make_sample(number, version) for _ in range(self.group)]
-            if draw == 2:
+            if drawn == ONE_FAILED:
                 samples.pop()
                 dropped[FAILED] = 1
         epoch, position = divmod(number, self.length)
@@ -101,7 +102,7 @@ class Book:
         self.held = [sample for sample in self.held if sample.oldest_version >= oldest]
         for sample in old:
             self.ledger.dropped(sample, STALE)
-        size = self.group + 1  # so that steps split groups
+        size = step_size(self.group)
         if len(self.held) < size and (more_may_come or not self.held):
             return False
         self._taken, self.held = self.held[:size], self.held[size:]

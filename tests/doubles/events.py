@@ -2,8 +2,9 @@
 
 Each process writes its events into `events-test/` of the run. The plan, `fault-plan.json` beside the run folder, is a list
 of faults: `{"id", "event", "deeds": […], "where": {fact: value}, "attempt", "count", "always"}`. The process that meets the
-`count`-th such event carries out the deeds, once in a run (`always`: every time). `block` waits for `go-ID` in
-`events-test/`, after `reached-ID.json` there has said where and who waits.
+`count`-th such event carries out the deeds, once in a run (`always`: every time). With `"nth start": n` it is the n-th
+event of this name in the run, by whichever process. `block` waits for `go-ID` in `events-test/`, after `reached-ID.json`
+there has said where and who waits.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from slipstream.run_folder import RunFolder, append_jsonl, read_json, write_json
 
 FOLDER = "events-test"
 PLAN = "fault-plan.json"
+SETTINGS = "double.json"  # beside the plan: {"step_s": seconds of an optimizer step}
 POLL_S = 0.02
 
 _identity: dict[str, Any] = {}
@@ -43,7 +45,7 @@ def event(run: RunFolder, name: str, **facts: Any) -> None:
     with contextlib.suppress(OSError):
         append_jsonl(run.path / FOLDER / f"{known.get('who', 'process')}-{os.getpid()}-{line['host']}.jsonl", line)
     for fault in plan_of(run):
-        if _due(fault, name, known) and _claim(run, fault):
+        if _due(run, fault, name, known) and _claim(run, fault):
             write_json(run.path / FOLDER / f"reached-{fault['id']}.json", line)
             for deed in fault["deeds"]:
                 _do(run, fault, deed, known)
@@ -52,6 +54,12 @@ def event(run: RunFolder, name: str, **facts: Any) -> None:
 def plan_of(run: RunFolder) -> list[dict[str, Any]]:
     value = read_json(run.path.parent / PLAN)
     return value if isinstance(value, list) else []
+
+
+def setting(run: RunFolder, name: str, default: float) -> float:
+    """A setting of the doubles of this run."""
+    value = read_json(run.path.parent / SETTINGS) or {}
+    return float(value.get(name, default))
 
 
 def events_of(run: RunFolder) -> list[dict[str, Any]]:
@@ -64,11 +72,13 @@ def events_of(run: RunFolder) -> list[dict[str, Any]]:
     return sorted(found, key=lambda line: line["time"])
 
 
-def _due(fault: dict[str, Any], name: str, facts: dict[str, Any]) -> bool:
+def _due(run: RunFolder, fault: dict[str, Any], name: str, facts: dict[str, Any]) -> bool:
     if fault["event"] != name or fault.get("attempt") not in (None, facts.get("attempt")):
         return False
     if any(facts.get(key) != value for key, value in fault.get("where", {}).items()):
         return False
+    if (nth := fault.get("nth start")) is not None:
+        return sum(line["event"] == name for line in events_of(run)) >= int(nth)
     _met[fault["id"]] += 1
     return bool(fault.get("always")) or _met[fault["id"]] == fault.get("count", 1)
 

@@ -15,7 +15,7 @@ GRACE_S = 1.0
 def run(run_dir: str | Path, attempt: int) -> int:
     """Start this node's ranks; stop them when one ends, a signal comes, or another job has taken this one's place."""
     node = node_rank()
-    who = "learner" if node == 0 else f"learner-node{node}"
+    who = "learner" if node == 0 else f"learner-{node}"
     leader = Leader(run_dir, attempt, "learner", who, beats=False)
     folder, incarnation = leader.run, leader.incarnation
     identify(who=f"leader-{node}", attempt=attempt, node=node)

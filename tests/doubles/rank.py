@@ -16,7 +16,7 @@ from slipstream.run_folder import RunFolder, append_jsonl, read_json, write_json
 from slipstream.serving.labels import make_label
 from tests.doubles import lockstep
 from tests.doubles.book import Book
-from tests.doubles.events import FOLDER, Injected, event, identify
+from tests.doubles.events import FOLDER, Injected, event, identify, setting
 from tests.doubles.jobs import config_of
 from tests.doubles.remote import Refused, Server, ServerGone, wait_for_endpoint
 from tests.doubles.worker import Worker, WorkerFailed
@@ -144,6 +144,7 @@ class RankZero:
 
     def train(self) -> dict[str, Any]:
         trainer, book = self.config.trainer, self.book
+        step_s = setting(self.run, "step_s", STEP_S)
         self.check_leave()
         self.deliver()
         self.worker.start()
@@ -153,7 +154,7 @@ class RankZero:
                 break
             self.say("training")
             self.hub.all(do="step", step=book.step + 1)
-            time.sleep(STEP_S)
+            time.sleep(step_s)
             book.step_finished()
             self.say("training")
             line = {"step": book.step, "time": time.time(), "loss": 0.5, "reward": 0.5}

@@ -110,28 +110,35 @@ def run(run_dir: str | Path, attempt: int) -> int:
             write_json(folder.endpoint_file(), {**endpoint, "authenticated": True, "capabilities": {}})
             leader.beat.update(phase="serving", url=url)
             event(folder, "server.ready")
+        answered, stall_s = time.monotonic(), leader.config.server.stall_timeout
+        stalled = False
         while child.poll() is None and not leader.terms and not leader.leaving and not leader.replaced:
-            _measure(leader)
+            if node_rank() > 0 or _measure(leader):
+                answered = time.monotonic()
+            if stalled := time.monotonic() - answered > stall_s:
+                break
             time.sleep(LOOK_S)
-        ended = how_ended(child.poll())
+        ended = f"has not answered for {stall_s:g} s" if stalled else f"ended {how_ended(child.poll())}"
     finally:
         stop(child, GRACE_S)
     if leader.terms or leader.leaving:
         return leader.end(0, f"stopped by {leader.terms[-1] if leader.terms else leader.leaving}")
     if leader.replaced:
         return leader.end(1, REPLACED)
-    return leader.end(1, f"the server ended {ended}")
+    return leader.end(1, f"the server {ended}")
 
 
-def _measure(leader: Leader) -> None:
-    """Progress is what was generated: a server that hangs beats on, and makes none."""
+def _measure(leader: Leader) -> bool:
+    """Whether the server answers. Progress is what it has generated."""
     endpoint = read_json(leader.run.endpoint_file()) or {}
-    if endpoint.get("incarnation") == leader.incarnation:
-        try:
-            health = Server(leader.run, endpoint, timeout_s=1.0).call("/health", {})
-            leader.beat.update(progress=health["generated"])
-        except ServerGone:
-            return
+    if endpoint.get("incarnation") != leader.incarnation:
+        return True
+    try:
+        health = Server(leader.run, endpoint, timeout_s=1.0).call("/health", {})
+    except ServerGone:
+        return False
+    leader.beat.update(progress=health["generated"])
+    return True
 
 
 def main() -> None:

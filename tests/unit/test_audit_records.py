@@ -93,6 +93,7 @@ def test_a_checkpoint_without_its_marker_is_none(folder: RunFolder) -> None:
     [
         ("faults", "learner on n3 at step 7: node failed → new attempt"),
         ("cancel", "stopped by ada: lunch"),
+        ("resumed", "resumed by a person after: stopped by ada: lunch"),
         ("exit", "learner: rank 1 was killed"),
         ("left", "learner: its time was up"),
         ("event", "the learner has not written a heartbeat for 9 s"),
@@ -106,7 +107,9 @@ def test_why_an_attempt_was_begun_is_told_by_the_best_record(folder: RunFolder, 
         append_jsonl(folder.path / "records" / "faults.jsonl", {**known, "action": "started again"})
         known |= {"role": "learner", "kind": "node failed", "step": 7, "nodes": ["n3"], "reason": "node failed"}
         append_jsonl(folder.path / "records" / "faults.jsonl", {**known, "action": "new attempt"})
-    if source == "cancel":
+    if source == "resumed":
+        append_jsonl(folder.path / "records" / "faults.jsonl", {"time": 1.0, "attempt": 2, "kind": "resumed"})
+    if source in ("cancel", "resumed"):
         write_json(folder.path / "cancel-1.json", {"who": "ada", "why": "lunch"})
     if source == "exit":
         write_exit(folder, "server-0", "x", 1, 0, "stopped by SIGTERM", folder.logs / "l")
