@@ -10,7 +10,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,18 @@ def read_jsonl(path: Path) -> list[Any]:
             if isinstance(value, dict):
                 values.append(value)
     return values
+
+
+def void_limits(fences: Mapping[int, Mapping[str, Any]], of_ledger: bool = False) -> dict[int, int]:
+    """Per attempt, the last step whose records count, by the fences of all later attempts. The newest has none."""
+
+    def limit(attempt: int, fence: Mapping[str, Any]) -> int:
+        step = int(fence.get("step", 0))
+        writer, known = fence.get("ledger", (0, step))
+        return int(known) if of_ledger and attempt <= writer else step
+
+    attempts = sorted(fences)
+    return {a: min(limit(a, fences[later]) for later in attempts if later > a) for a in attempts[:-1]}
 
 
 def new_run_id(name: str) -> str:
@@ -281,15 +293,7 @@ class RunFolder:
 
     def void_after(self, of_ledger: bool = False) -> dict[int, int]:
         """Per attempt, the last step whose records count, by the fences of all later attempts. The newest has none."""
-
-        def limit(attempt: int, fence: dict[str, Any]) -> int:
-            step = int(fence.get("step", 0))
-            writer, known = fence.get("ledger", (0, step))
-            return int(known) if of_ledger and attempt <= writer else step
-
-        attempts = self.attempts()
-        fences = {attempt: self.fence(attempt) for attempt in attempts}
-        return {a: min(limit(a, fences[later]) for later in attempts if later > a) for a in attempts[:-1]}
+        return void_limits({attempt: self.fence(attempt) for attempt in self.attempts()}, of_ledger)
 
     def merged_records(self, name: str) -> Iterator[dict[str, Any]]:
         """Lines of `records/a*/<name>` over all attempts, without what a later attempt's fence made void.

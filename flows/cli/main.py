@@ -203,3 +203,18 @@ def report(run: str, root: str | None) -> int:
 
     click.echo(str(write_report(find_run(run, root))))
     return 0
+
+
+@main.command()
+@click.argument("run")
+@ROOT
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@fail_plainly
+def audit(run: str, root: str | None, as_json: bool) -> int:
+    """Prove from RUN's records that every prompt was settled exactly once; the exit code is 1 where it was not."""
+    from flows.cli.audit import audit_json, audit_text
+    from slipstream.metrics.audit_records import audit_run
+
+    found = audit_run(find_run(run, root))
+    click.echo(audit_json(found) if as_json else audit_text(found))
+    return 0 if found.clean else 1

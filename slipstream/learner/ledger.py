@@ -237,20 +237,3 @@ class Ledger:
             "so the prompts are too easy or too hard, or the reward never tells answers apart; stale: raise "
             "max_staleness; oversize: raise token_budget" + (f".\nThe rewards: {diagnosis}" if diagnosis else "")
         )
-
-
-def audit(lines: Iterable[dict[str, Any]], length: int, epochs: int | None = None) -> list[str]:
-    """Check that each prompt of each epoch was settled exactly once; what is wrong, in words.
-
-    Args:
-        lines: ledger lines of all attempts, without the void ones (`RunFolder.merged_records("ledger.jsonl")`).
-        length: prompts in the dataset.
-        epochs: whole epochs that must be there; None checks only that nothing was settled twice.
-    """
-    counts = Counter((line["epoch"], line["prompt"]) for line in lines)
-    problems = [f"epoch {e}, prompt {p}: settled {c} times" for (e, p), c in sorted(counts.items()) if c > 1]
-    for epoch in range(epochs or 0):
-        missing = [p for p in range(length) if (epoch, p) not in counts]
-        if missing:
-            problems.append(f"epoch {epoch}: {len(missing)} prompts not settled, the first is {missing[0]}")
-    return problems

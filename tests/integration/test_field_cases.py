@@ -18,7 +18,8 @@ import torch
 from aiohttp import web
 from peft import PeftModel
 
-from slipstream.learner.ledger import NothingTrained, audit
+from slipstream.learner.ledger import NothingTrained
+from slipstream.metrics.audit import check_lines
 from slipstream.rollout.types import STALE, TRAINED
 from slipstream.run_folder import RunFolder, read_json
 from tests.fault_proxy import GENERATION, FaultProxy, prompt_tokens
@@ -133,7 +134,7 @@ def test_a_long_prompt_that_hangs_holds_up_nothing_before_and_after_a_resume_and
         release.set()
         finish(run, leader, attempt)
     lines = list(run.merged_records("ledger.jsonl"))
-    assert audit(lines, PROMPTS, 1) == []
+    assert check_lines(lines, PROMPTS, 1) == []
     (long,) = [line for line in lines if line["prompt"] == 1]
     assert set(long["outcomes"]) == {TRAINED}
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from slipstream.learner.checkpoint import RolloutState
-from slipstream.learner.ledger import audit
+from slipstream.metrics.audit_records import audit_run
 from slipstream.run_folder import read_jsonl
 from tests.learner_process import begin_attempt, finish, learner, learner_run, ranks_of, step_of, write_prompts
 from tests.serving_process import VllmServer, wait_for
@@ -39,7 +39,7 @@ def test_killed_half_way_and_resumed_every_prompt_is_settled_exactly_once_per_ep
         finish(run, leader, attempt)
 
     lines = list(run.merged_records("ledger.jsonl"))
-    assert audit(lines, PROMPTS, EPOCHS) == []
+    assert audit_run(run).findings == ()
     assert len(lines) == PROMPTS * EPOCHS
     steps = [line["step"] for line in run.merged_records("metrics.jsonl") if "loss" in line]
     assert steps == list(range(1, steps[-1] + 1)), "the numbering goes on"
@@ -89,7 +89,7 @@ def test_killed_during_a_delivery_and_resumed_ends_at_the_same_last_step(
     attempt = begin_attempt(run, vllm_server)
     with learner(run, attempt) as leader:
         assert finish(run, leader, attempt)["steps"] == 40
-    assert audit(run.merged_records("ledger.jsonl"), PROMPTS) == []
+    assert audit_run(run).findings == ()
 
 
 def test_killed_half_way_and_resumed_ends_at_the_same_last_step(vllm_server: VllmServer, tmp_path: Path) -> None:
@@ -115,5 +115,5 @@ def test_killed_half_way_and_resumed_ends_at_the_same_last_step(vllm_server: Vll
     state = json.loads((run.output(attempt) / "checkpoint-7" / "rollout_state.json").read_text())
     assert state["model_version"] == 7
     assert state["attempt"] == attempt
-    assert audit(run.merged_records("ledger.jsonl"), PROMPTS) == []
+    assert audit_run(run).findings == ()
     assert read_jsonl(run.records(1) / "metrics.jsonl"), "the first attempt's records stay"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from slipstream.learner.checkpoint import RolloutState, complete_checkpoints, latest_complete
-from slipstream.learner.ledger import audit
 from slipstream.learner.reporter import Reporter
+from slipstream.metrics.audit import check_lines
 from slipstream.rollout.types import FILTERED
 from slipstream.rollout.worker import RolloutWorkerError
 from slipstream.run_folder import RunFolder
@@ -52,7 +52,7 @@ def test_an_iterable_dataset_is_passed_over_once_per_epoch_and_starts_its_epoch_
     vllm_server: VllmServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer, reports = train(vllm_server, tmp_path / "a1", Stream(7), num_train_epochs=2)
-    assert audit(reports.lines, 7, 2) == []
+    assert check_lines(reports.lines, 7, 2) == []
     assert len(reports.lines) == 14
     assert trainer.args.max_steps == -1
 
@@ -75,7 +75,7 @@ def test_more_steps_than_an_iterable_dataset_has_repeat_it(vllm_server: VllmServ
     trainer, reports = train(vllm_server, tmp_path, Stream(2), max_steps=4)
     assert trainer.state.global_step == 4
     assert {line["epoch"] for line in reports.lines} > {0, 1}
-    assert audit(reports.lines, 2, 1) == []
+    assert check_lines(reports.lines, 2, 1) == []
 
 
 def test_a_dataset_that_raises_ends_the_run_with_its_place_and_traceback(
@@ -127,7 +127,7 @@ def test_a_loop_s_own_state_survives_a_kill(vllm_server: VllmServer, tmp_path: P
     assert run.fence(number)["step"] == 3
 
     lines = list(run.merged_records("ledger.jsonl"))
-    assert audit(lines, NUM_ROWS, 2) == []
+    assert check_lines(lines, NUM_ROWS, 2) == []
     before = {line["row"] for line in lines if line["step"] <= 3}
     assert any(row % KEPT for row in before), "nothing that only the first process saw"
     again = {line["row"] for line in lines if line["epoch"] == 1 and FILTERED not in line["outcomes"]}

@@ -11,7 +11,8 @@ from torch.nn.functional import dropout
 
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.checkpoint import CheckpointError, RolloutState
-from slipstream.learner.ledger import NothingTrained, audit
+from slipstream.learner.ledger import NothingTrained
+from slipstream.metrics.audit import check_lines
 from slipstream.rollout.types import STALE, ZERO_STD, GroupResult
 from tests.learner_replay import ReplayTrainer, made_up_group, replay_config, snapshot, tiny_model
 from tests.learner_resume import NUM_PROMPTS, new_trainer
@@ -132,7 +133,7 @@ def test_more_epochs_can_be_asked_for_at_a_resume(stop: float, tmp_path: Path) -
     first.train()
     second = epochs_trainer(tmp_path / "a2", 6, Bounded, num_train_epochs=2)
     second.train(resume_from_checkpoint=str(ckpt.complete_checkpoints(tmp_path / "a1")[-1][1]))
-    assert audit(first.reports.lines + second.reports.lines, 6, 2) == []
+    assert check_lines(first.reports.lines + second.reports.lines, 6, 2) == []
 
 
 def test_more_steps_than_an_epoch_has_repeat_the_data(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_more_steps_than_an_epoch_has_repeat_the_data(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.global_step == 4
     assert {line["epoch"] for line in trainer.reports.lines} > {0}
-    assert audit(trainer.reports.lines, 2, 1) == []
+    assert check_lines(trainer.reports.lines, 2, 1) == []
 
 
 def test_an_epoch_that_comes_to_nothing_after_a_resume_raises(tmp_path: Path) -> None:
@@ -250,4 +251,4 @@ def test_an_old_checkpoint_resumes_the_same_training(tmp_path: Path) -> None:
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert logs(trainer) == logs(whole)
     lines = [line for line in whole.reports.lines if line["step"] <= 2] + trainer.reports.lines
-    assert audit(lines, NUM_PROMPTS) == []
+    assert check_lines(lines, NUM_PROMPTS) == []

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from slipstream.learner.checkpoint import RolloutState
 from slipstream.learner.forward import to_tensors, token_terms
-from slipstream.learner.ledger import audit
 from slipstream.learner.router_loss import router_loss
+from slipstream.metrics.audit import check_lines
 from slipstream.packing.attention import use_tree_attention
 from slipstream.packing.trie import pack
 from tests import reference
@@ -198,7 +198,7 @@ def assert_goes_on(before: Any, after: Any, checkpoint: Path) -> None:
     trained = [i for step in [*first[:2], *second] for i in step.samples]
     assert len(trained) == len(set(trained))
     assert all(step.samples for step in second)
-    assert audit([line for line in lines if line["step"] <= 2] + more_lines, NUM_PROMPTS) == []
+    assert check_lines([line for line in lines if line["step"] <= 2] + more_lines, NUM_PROMPTS) == []
     assert all(torch.equal(second[0].before[name], value) for name, value in first[2].before.items())
     assert RolloutState.read(checkpoint).model_version == 2
 

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.checkpoint import CheckpointError, RolloutState, complete_checkpoints, latest_complete
-from slipstream.learner.ledger import audit
+from slipstream.metrics.audit import check_lines
 from slipstream.run_folder import RunFolder
 from tests.learner_replay import ReplayTrainer, snapshot
 from tests.learner_resume import NUM_PROMPTS, new_trainer
@@ -108,7 +108,7 @@ def test_a_group_that_a_checkpoint_splits_is_trained_once(whole: ReplayTrainer, 
     assert sorted(before + after) == sorted(i for step in whole.steps for i in step.samples)
 
     lines = [line for line in first.reports.lines if line["step"] <= 2] + second.reports.lines
-    assert audit(lines, NUM_PROMPTS) == []
+    assert check_lines(lines, NUM_PROMPTS) == []
     assert {line["number"] for line in lines} == {line["number"] for line in whole.reports.lines}
     state = RolloutState.read(checkpoint)
     assert not split & {line["number"] for line in lines if line["step"] <= 2}

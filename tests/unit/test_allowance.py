@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from slipstream.learner.draft import Draft
 from slipstream.learner.feed import SampleFeed
-from slipstream.learner.ledger import Ledger, NothingTrained, audit
+from slipstream.learner.ledger import Ledger, NothingTrained
+from slipstream.metrics.audit import check_lines
 from slipstream.metrics.window import Window
 from slipstream.rollout.allowance import Outstanding, full_step, may_start, outstanding_bound
 from slipstream.rollout.sequences import assign_costs
@@ -354,7 +355,7 @@ class Run:
         except NothingTrained:
             assert self.mix.dropped or self.mix.oversize or self.max_staleness == 0
             return self
-        assert audit(self.lines, self.prompts, self.epochs) == []
+        assert check_lines(self.lines, self.prompts, self.epochs) == []
         often = Counter(number for _, number in self.trained)
         assert max(often.values(), default=0) <= self.mix.generations, "a group that was split is trained twice"
         return self

@@ -1,0 +1,143 @@
+"""What the driver does to the bed or to the run when a fault's event is met."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cluster.jobs import read_jobs
+from slipstream.run_folder import RunFolder
+from slurm.bed import Bed, BedError
+from slurm.bed.machines import inside
+
+SHORT_S = 5.0
+AWAY_S = 15.0
+LONG_S = 60.0
+USER = "bed1"
+
+
+class Acts:
+    """Each act is given what the event said of itself, and lets the waiting process go on.
+
+    Args:
+        start_supervisor: starts one more supervisor; `supervisors` are those started so far.
+        lease_s: after which a silent leader is succeeded.
+    """
+
+    def __init__(
+        self,
+        bed: Bed,
+        run: RunFolder,
+        supervisors: list["subprocess.Popen[str]"],
+        start_supervisor: Callable[[], None],
+        stop_run: Callable[[], "subprocess.Popen[str]"],
+        lease_s: float,
+    ) -> None:
+        self.bed, self.run = bed, run
+        self._supervisors, self._start = supervisors, start_supervisor
+        self._stop_run = stop_run
+        self._lease_s = lease_s
+        self.cancelled_at: float | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def mend(self) -> None:
+        """Undo what still stands."""
+        while self._undo:
+            with contextlib.suppress(BedError):
+                self._undo.pop()()
+
+    def power_off(self, at: dict[str, Any], go: Path) -> None:
+        self.bed.power_off(at["host"])
+        self._undo.append(lambda: self.bed.power_on(at["host"]))
+
+    def drain(self, at: dict[str, Any], go: Path) -> None:
+        self.bed.drain(at["host"])
+        self._undo.append(lambda: self.bed.resume(at["host"]))
+        go.touch()
+
+    def partition_short(self, at: dict[str, Any], go: Path) -> None:
+        self.bed.partition(at["host"])
+        go.touch()
+        time.sleep(SHORT_S)
+        self.bed.heal(at["host"])
+
+    def partition_long(self, at: dict[str, Any], go: Path) -> None:
+        """Until something else has taken its place, and the cut-off half has written besides."""
+        before = self.run.assignment()
+        self.bed.partition(at["host"])
+        go.touch()
+        end = time.monotonic() + LONG_S
+        while self.run.assignment() == before and time.monotonic() < end:
+            time.sleep(0.5)
+        time.sleep(SHORT_S)
+        self.bed.heal(at["host"])
+
+    def time_limit(self, at: dict[str, Any], go: Path) -> None:
+        """Half a minute from now."""
+        job = self._job("learner")
+        elapsed = time.time() - float(self._field(job, "%S", is_time=True))
+        minutes, seconds = divmod(int(elapsed + 40), 60)
+        self.bed.command("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}:{seconds:02d}")
+        go.touch()
+
+    def preempt(self, at: dict[str, Any], go: Path) -> None:
+        nodes = len(self.bed.description.node_names)
+        command = ["sbatch", "-p", "main", f"-N{nodes}", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3"]
+        self.bed.run("login", command, user="bed2")
+        go.touch()
+
+    def supervisor_killed(self, at: dict[str, Any], go: Path) -> None:
+        self._signal(signal.SIGKILL)
+        go.touch()
+
+    def supervisor_stopped(self, at: dict[str, Any], go: Path) -> None:
+        pid = self._signal(signal.SIGSTOP)
+        go.touch()
+        self._start()
+        time.sleep(2 * self._lease_s)
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def controller_away(self, at: dict[str, Any], go: Path) -> None:
+        self.bed.stop_controller()
+        go.touch()
+        time.sleep(AWAY_S)
+        self.bed.start_controller()
+
+    def accounting_away(self, at: dict[str, Any], go: Path) -> None:
+        self.bed.stop_dbd()
+        go.touch()
+        time.sleep(AWAY_S)
+        self.bed.start_dbd()
+
+    def slurmd_restarted(self, at: dict[str, Any], go: Path) -> None:
+        self.bed.restart_slurmd(at["host"])
+        go.touch()
+
+    def cancel(self, at: dict[str, Any], go: Path) -> None:
+        self.cancelled_at = time.monotonic()
+        self._stop_run()
+
+    def scancel(self, at: dict[str, Any], go: Path) -> None:
+        self.cancelled_at = time.monotonic()
+        self.bed.run("login", ["scancel", self._job("learner")], user=USER)
+
+    def _signal(self, number: signal.Signals) -> int | None:
+        """To the newest supervisor."""
+        pid = inside(self._supervisors[-1].pid)
+        if pid is not None:
+            os.kill(pid, number)
+        return pid
+
+    def _job(self, role: str) -> str:
+        jobs = [job for attempt in self.run.attempts() for job in read_jobs(self.run, attempt)]
+        return next(job.job_id for job in reversed(jobs) if job.role in (role, "allocation"))
+
+    def _field(self, job: str, field: str, *, is_time: bool = False) -> str:
+        text = self.bed.command("squeue", "-h", "-j", job, "-o", field).strip()
+        return str(time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))) if is_time else text
