@@ -248,7 +248,10 @@ def test_ctrl_c_in_the_terminal_does_not_reach_a_job(run: RunFolder, tmp_path: P
         (LOCAL, {"nodes": 2}, "server.nodes = 2"),
     ],
 )
-def test_what_a_profile_cannot_run_is_refused(profile: ClusterProfile, server: dict[str, Any], words: str) -> None:
+def test_what_a_profile_cannot_run_is_refused(
+    profile: ClusterProfile, server: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(ClusterError, match=words):
         check_profile(profile, config_of(**server))
 
