@@ -139,15 +139,40 @@ def job_command(
     """What srun runs once on each node, as a shell command."""
     python = profile.python or sys.executable
     words = entry_command(python, run, role, attempt, incarnation, config.learner.nodes)
+    return in_container(profile, run.path.parent, words)
+
+
+def in_container(profile: ClusterProfile, storage: Path, words: Sequence[str]) -> str:
+    """A shell command that runs `words` in the profile's container, where it has one; `storage` is mounted there."""
     if not profile.container:
         return shlex.join(words)
-    mounts = ",".join([*profile.mounts, str(run.path.parent), str(ROOT)])
+    mounts = ",".join([*profile.mounts, str(storage), str(ROOT)])
     container = list(profile.container)
     if "{command}" not in container:
         container.append("{command}")
     at = container.index("{command}")
     container[at : at + 1] = words
     return shlex.join(word.replace("{mounts}", mounts) for word in container)
+
+
+def step_script(
+    profile: ClusterProfile, run: RunFolder, attempt: int, incarnation: str, config: RunConfig, log: Path
+) -> str:
+    """A shell script for inside an allocation: one task on each of its nodes, the role by the node's index.
+
+    `log`: of each task, as srun's --output has it.
+    """
+    srun = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--ntasks-per-node=1", "--open-mode=append"]
+    options = [
+        '--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"',
+        # since SLURM 22.05 a step does not take the job's CPUs a task over
+        '${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}',
+        job_command(profile, run, "allocation", attempt, incarnation, config),
+    ]
+    setup = _setup(profile, run, "allocation", attempt, incarnation)
+    return "\n".join(
+        ["#!/bin/bash", *setup, "exec " + " ".join([shlex.join([*srun, f"--output={log}"]), *options]), ""]
+    )
 
 
 class EntryExecutor(SlurmExecutor):

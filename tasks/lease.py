@@ -47,6 +47,10 @@ class Lease:
         """Whether no other process has begun a later term. Asked right before everything that a leader does."""
         return newest_term(self.run) == self.term
 
+    def lost(self) -> bool:
+        """Whether a later term is there to be seen: storage that stumbles takes the lead from nobody."""
+        return newest_term(self.run) > self.term
+
     def _write(self, released: bool = False) -> None:
         self._counter += 1
         with contextlib.suppress(OSError):  # a full disk: nobody else can begin a term either
@@ -122,7 +126,13 @@ def try_lead(run: RunFolder, watch: LeaseWatch, lease_s: float) -> Lease | None:
     """A new term where nobody leads; None where somebody does, or was quicker. Raises OSError (disk full)."""
     if watch.look(time.monotonic()):
         return None
+    return _begin_term(run, lease_s)
+
+
+def _begin_term(run: RunFolder, lease_s: float) -> Lease | None:
+    """The next term; None where another process was quicker."""
     me = {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
+    me["job"] = os.environ.get("SLURM_JOB_ID", "")
     term = newest_term(run) + 1
     (run.path / "leases").mkdir(mode=0o700, exist_ok=True)
     try:
@@ -167,6 +177,20 @@ def claim(run: RunFolder, lease_s: float | None = None) -> Lease:
         if who and (watch.moved or socket.gethostname() in who.rsplit(" ", 1)[-1:]):
             raise NothingToResume(f"{run.run_id} is running ({who}): stop it with `slipstream stop {run.path}`")
         time.sleep(POLL_S)
+
+
+def take_over(run: RunFolder, lease_s: float) -> Lease | None:
+    """Lead the run although a process of this very SLURM job, from before it was requeued, may still believe to.
+
+    None where the newest leader is another.
+    """
+    job = os.environ.get("SLURM_JOB_ID", "")
+    while job and _read(run.path / "leases" / f"{newest_term(run)}.json").get("job") == job:
+        lease = _begin_term(run, lease_s)
+        if lease is not None:
+            _held[run.path] = lease
+            return lease
+    return None
 
 
 def _configured(run: RunFolder) -> float:

@@ -218,3 +218,19 @@ def audit(run: str, root: str | None, as_json: bool) -> int:
     found = audit_run(find_run(run, root))
     click.echo(audit_json(found) if as_json else audit_text(found))
     return 0 if found.clean else 1
+
+
+@main.command()
+@click.argument("profile")
+@click.option("--config", type=click.Path(path_type=Path), help="The run that is meant: its nodes, GPUs and storage.")
+@SET
+@click.option("--no-job", is_flag=True, help="Leave out the short test job.")
+@click.option(
+    "--wait", "wait_s", default=300.0, metavar="SECONDS", help="Most that the test job may wait in the queue."
+)
+@fail_plainly
+def doctor(profile: str, config: Path | None, overrides: tuple[str, ...], no_job: bool, wait_s: float) -> int:
+    """Check what the cluster profile PROFILE (a name or a path) is good for; the exit code is 1 on a problem."""
+    from flows.cli.doctor import doctor as examine
+
+    return examine(profile, config, overrides, not no_job, wait_s)
