@@ -32,6 +32,7 @@ from cluster.findings import (
     partition_of,
     problem,
     settings_of,
+    size_of,
     warning,
 )
 from cluster.jobs import JobState
@@ -193,12 +194,13 @@ def _test_only(asked: Asked) -> Iterator[Finding]:
             file = Path(folder) / f"{role}.sh"
             text = sbatch_text(asked.profile, run, role, 1, "incarnation", asked.config, Path.cwd(), Path(folder))
             file.write_text(text)
-            size = f"{shape.nodes} nodes with {shape.gpus} GPUs"
             try:
                 call(["sbatch", "--test-only", str(file)], asked.profile.client_timeout)
-                yield ok("submission", f"SLURM would take the {role}'s job ({size})")
+                yield ok("submission", f"SLURM would take the {role}'s job ({size_of(shape)})")
             except ClusterError as error:
-                yield problem("submission", f"the {role}'s job ({size}): {error}", "look at the profile's settings")
+                yield problem(
+                    "submission", f"the {role}'s job ({size_of(shape)}): {error}", "look at the profile's settings"
+                )
 
 
 def _request(asked: Asked, folder: Path, meet: bool) -> dict[str, str]:

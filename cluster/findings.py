@@ -39,6 +39,7 @@ class Partition:
 
     Attributes:
         max_minutes, max_nodes: of a job; None: unlimited.
+        outranked: another partition has a higher PriorityTier.
         gpus: of each of its nodes, by name.
     """
 
@@ -48,6 +49,7 @@ class Partition:
     max_nodes: int | None = None
     preempt_mode: str = ""
     grace_s: float = 0.0
+    outranked: bool = False
     gpus: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -80,8 +82,9 @@ def gpus_of(gres: str) -> int:
 
 def partition_of(text: str, name: str | None, nodes: str = "") -> Partition | None:
     """The partition `name` (None: the default) out of `scontrol show partition -o`, and `sinfo -N -o "%N %G"` of it."""
-    for line in text.splitlines():
-        fields = dict(word.partition("=")[::2] for word in line.split() if "=" in word)
+    partitions = [dict(word.partition("=")[::2] for word in line.split() if "=" in word) for line in text.splitlines()]
+    tiers = [int(fields.get("PriorityTier", "1")) for fields in partitions]
+    for fields, tier in zip(partitions, tiers, strict=True):
         if fields.get("PartitionName") == name or (name is None and fields.get("Default") == "YES"):
             most = fields.get("MaxNodes", "")
             rows = [row.split(None, 1) for row in nodes.splitlines() if row.strip()]
@@ -92,6 +95,7 @@ def partition_of(text: str, name: str | None, nodes: str = "") -> Partition | No
                 max_nodes=int(most) if most.isdigit() else None,
                 preempt_mode=fields.get("PreemptMode", ""),
                 grace_s=float(fields["GraceTime"]) if fields.get("GraceTime", "").isdigit() else 0.0,
+                outranked=tier < max(tiers),
                 gpus={host: gpus_of(row[-1]) for row in rows for host in expand_hosts(row[0])},
             )
     return None
@@ -101,6 +105,14 @@ def settings_of(text: str) -> dict[str, str]:
     """`scontrol show config` as values by name."""
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
     return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def size_of(shape: Shape) -> str:
+    return f"{counted(shape.nodes, 'node')} with {counted(shape.gpus, 'GPU')}"
 
 
 def judge_clients(said: Mapping[str, str]) -> list[Finding]:
@@ -140,10 +152,10 @@ def judge_partition(profile: ClusterProfile, found: Partition | None, shapes: Ma
         fit = [name for name, gpus in found.gpus.items() if gpus >= shape.gpus]
         way_out = f"lower the {role}'s nodes or gpus, or choose another `partition`"
         if found.max_nodes is not None and shape.nodes > found.max_nodes:
-            text = f"the {role} needs {shape.nodes} nodes, {found.name} gives a job {found.max_nodes}"
+            text = f"the {role} needs {counted(shape.nodes, 'node')}, {found.name} gives a job {found.max_nodes}"
             bad.append(problem("partition", text, way_out))
         elif len(fit) < shape.nodes:
-            text = f"the {role} needs {shape.nodes} nodes with {shape.gpus} GPUs, {found.name} has {len(fit)}"
+            text = f"the {role} needs {size_of(shape)}, {found.name} has {len(fit)}"
             bad.append(problem("partition", text, way_out))
     most = "unlimited" if found.max_minutes is None else f"{found.max_minutes:g} min"
     text = f"{found.name}: {len(found.gpus)} nodes, time limit {most}, the profile's {profile.time_limit} min"
@@ -168,6 +180,8 @@ def judge_preemption(found: Partition | None, settings: Mapping[str, str]) -> Fi
     mode = (found.preempt_mode if found else "") or settings.get("PreemptMode", "OFF")
     if settings.get("PreemptType", "").endswith("none") or mode.upper() in ("", "OFF"):
         return ok("preemption", "off")
+    if found is not None and settings.get("PreemptType", "").endswith("partition_prio") and not found.outranked:
+        return ok("preemption", f"no partition has a higher PriorityTier than {found.name}")
     if "SUSPEND" in mode.upper() or "GANG" in mode.upper():
         text = f"{mode}: a suspended job keeps its memory, the run waits until it goes on"
         return warning("preemption", text, "choose a partition or QoS whose jobs are not suspended")

@@ -36,7 +36,7 @@ from tasks.lease import Lease, claim, held_lease, release, take_over
 from tasks.observe import cancel_request, evidence, newest_attempt
 from tasks.outcome import NothingToResume, Outcome, write_outcome
 from tasks.prepare import check_resumable, prepare
-from tasks.records import assign, forgive, log_event, read_faults, record_fault, run_step
+from tasks.records import assign, assigned_jobs, forgive, log_event, read_faults, record_fault, run_step
 from tasks.start import next_attempt
 from tasks.stored import origin, stored_config
 
@@ -130,8 +130,15 @@ def _fits(config: RunConfig, job: Job) -> None:
 def _again(run: RunFolder, job: Job) -> int:
     """SLURM has started the job again: the next attempt, if it has not been tried too often."""
     config = stored_config(run)
-    if take_over(run, config.recovery.lease) is None:
+    own = assigned_jobs(run)[0].get(ROLE)
+    if own is None:
         claim(run)
+    elif (
+        own.job_id == job.job_id
+    ):  # a copy of this job on a node that is cut off, or a supervisor meanwhile, may lead it
+        take_over(run, config.recovery.lease)
+    else:
+        raise NothingToResume(f"job {own.job_id} has taken the place of this one")
     if read_json(run.path / "result.json"):
         raise End(Ended(Kind.FINISH, 0, "the learner has finished"))
     if cancel := cancel_request(run):
@@ -174,7 +181,7 @@ class Batch:
         log_event(run, newest_attempt(run), text)
 
     def lead(self, run: RunFolder, attempt: int, lease: Lease) -> Ended:
-        """Run one attempt on all nodes. Raises NothingToResume where another start of the job has taken over."""
+        """Run one attempt on all nodes. Raises NothingToResume where another process leads the run by then."""
         config = stored_config(run)
         with origin(run):
             profile = load_profile(config.cluster.profile)
@@ -184,9 +191,9 @@ class Batch:
             script = self._script(run, attempt, config, profile)
             self.say(run, f"attempt {attempt}: {config.learner.nodes} learner and {config.server.nodes} server nodes")
             beat.update(phase="the allocation runs")
-            code = self._watch(run, lease, subprocess.Popen(["/bin/bash", str(script)], start_new_session=True))
+            code = self._watch(run, subprocess.Popen(["/bin/bash", str(script)], start_new_session=True))
             if lease.lost():
-                raise NothingToResume("another start of this job has taken over")
+                raise NothingToResume("another process leads the run meanwhile, and decides what comes next")
             return self._end(run, attempt, config, record, code)
         finally:
             beat.stop(phase="ended")
@@ -215,7 +222,7 @@ class Batch:
         write_atomic(script, step_script(profile, run, attempt, self.incarnation, config, folder / "%j_%t_log.out"))
         return script
 
-    def _watch(self, run: RunFolder, lease: Lease, child: subprocess.Popen[bytes]) -> int:
+    def _watch(self, run: RunFolder, child: subprocess.Popen[bytes]) -> int:
         """Until all tasks have ended; on a signal their learner saves and leaves, and the servers follow it."""
         leave = run.leave_file(self.incarnation)
         told = False
@@ -225,8 +232,6 @@ class Batch:
                 self.say(run, f"{self.asked[0]}: the learner saves and leaves")
                 with contextlib.suppress(OSError):
                     write_json(leave, {"signal": self.asked[0], "time": time.time()})
-            if lease.lost():  # cut off from the cluster, this copy was replaced: its leaders end themselves
-                child.terminate()
             time.sleep(LOOK_S)
         return child.returncode
 

@@ -132,7 +132,6 @@ def try_lead(run: RunFolder, watch: LeaseWatch, lease_s: float) -> Lease | None:
 def _begin_term(run: RunFolder, lease_s: float) -> Lease | None:
     """The next term; None where another process was quicker."""
     me = {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
-    me["job"] = os.environ.get("SLURM_JOB_ID", "")
     term = newest_term(run) + 1
     (run.path / "leases").mkdir(mode=0o700, exist_ok=True)
     try:
@@ -179,18 +178,13 @@ def claim(run: RunFolder, lease_s: float | None = None) -> Lease:
         time.sleep(POLL_S)
 
 
-def take_over(run: RunFolder, lease_s: float) -> Lease | None:
-    """Lead the run although a process of this very SLURM job, from before it was requeued, may still believe to.
-
-    None where the newest leader is another.
-    """
-    job = os.environ.get("SLURM_JOB_ID", "")
-    while job and _read(run.path / "leases" / f"{newest_term(run)}.json").get("job") == job:
+def take_over(run: RunFolder, lease_s: float) -> Lease:
+    """Lead the run from now on, whoever leads it: that one finds the newer term, and looks on."""
+    lease = None
+    while lease is None:
         lease = _begin_term(run, lease_s)
-        if lease is not None:
-            _held[run.path] = lease
-            return lease
-    return None
+    _held[run.path] = lease
+    return lease
 
 
 def _configured(run: RunFolder) -> float:

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 
 from cluster.doctor import Asked, examine
-from cluster.findings import Finding, Level
+from cluster.findings import Finding, Level, counted
 from cluster.profile import load_profile
 from slipstream.config_file import load_config, parse_config
 
@@ -43,7 +43,7 @@ def doctor(name: str, config: Path | None, overrides: Sequence[str], job: bool, 
                 levels.append(finding.level)
                 click.echo(line(finding))
     problems, warnings = levels.count(Level.PROBLEM), levels.count(Level.WARNING)
-    click.echo(f"{name}: {problems} problems, {warnings} warnings")
+    click.echo(f"{name}: {counted(problems, 'problem')}, {counted(warnings, 'warning')}")
     return 1 if problems else 0
 
 

@@ -70,14 +70,14 @@ def level_of(text: str, check: str) -> str:
 
 
 def test_a_profile_that_works(doctor: Doctor) -> None:
-    code, text = doctor({"port_range": "20000-20099", "host_interface": "eth0", "sbatch": ["--nodelist=n3,n4"]})
+    code, text = doctor({"port_range": "20000-20099", "host_interface": "eth0", "sbatch": ["--exclude=n1,n2,n5,n6"]})
     assert code == 0, text
     found = {line.split()[1] for line in text.splitlines() if line.startswith(("ok", "warning"))}
     assert found >= {
         "clients", "controller", "partition", "accounting", "times", "preemption", "storage", "submission", "visible",
         "interpreters", "interface", "ports", "scratch", "GPUs", "privacy",
     }, text  # fmt: skip
-    for check in ("visible", "interpreters", "interface", "ports", "privacy", "accounting"):
+    for check in ("visible", "interpreters", "interface", "ports", "privacy", "accounting", "preemption"):
         assert level_of(text, check) == "ok", text
     assert re.search(r"visible +from here to n3, n4 and between them: there and back within", text), text
     assert re.search(r"interpreters +Python 3\S+, torch 2\S+, vLLM \d", text), text

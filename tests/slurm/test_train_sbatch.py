@@ -70,6 +70,10 @@ class Batch:
     def wait_state(self, state: str) -> None:
         wait_until(lambda: self.field("JobState") == state, f"{state}; {self.log()}")
 
+    def events(self) -> str:
+        """What leaders and onlookers of the run have said."""
+        return "".join(path.read_text() for path in self.run.path.glob("records/a*/supervisor.jsonl"))
+
     def cli(self, *words: str) -> str:
         return self.bed.run("login", [*CLI, *words, str(self.run.path)], user="bed1", cwd=str(ROOT))
 
@@ -96,6 +100,9 @@ def test_near_its_time_limit_it_saves_and_goes_on_in_another_start(bed: Bed, bat
     job.wait_step(3)
     status = job.cli("status")
     assert re.search(rf"allocation running on n\d, n\d, n\d \(job {job.id}\)", status), status
+    command = ["sbatch", "--parsable", f"--output={job.folder}/supervise.log", str(ROOT / "slurm" / "supervise.sbatch")]
+    supervisor = bed.run("login", [*command, str(job.run.path)], user="bed1", cwd=str(ROOT)).strip()
+    wait_until(lambda: "another process leads the run" in job.events(), "a supervisor looks on")
     bed.command("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
     wait_until(lambda: job.field("Restarts") == "1", "it is requeued")
     (job.folder / "runs" / "double.json").write_text('{"step_s": 0.05}')
@@ -105,6 +112,10 @@ def test_near_its_time_limit_it_saves_and_goes_on_in_another_start(bed: Bed, bat
     first, second = audit_run(job.run).attempts
     assert second.began_from == first.reached > 0
     assert "saved at step" in job.cli("status")
+    wait_until(
+        lambda: "JobState=COMPLETED" in bed.command("scontrol", "show", "job", supervisor), "it ends with the run"
+    )
+    assert "has finished" in (job.folder / "supervise.log").read_text()
 
 
 def test_a_lost_node_costs_what_was_done_since_the_last_checkpoint(bed: Bed, batch: Callable[..., Batch]) -> None:
@@ -136,3 +147,16 @@ def test_a_wrong_number_of_nodes_is_refused_before_a_run_exists(batch: Callable[
     job.wait_state("FAILED")
     assert "call sbatch --nodes=3" in job.log()
     assert not job.run.path.exists()
+
+
+@pytest.mark.parametrize("how", ["stop", "scancel"])
+def test_what_a_person_ends_stays_ended(bed: Bed, batch: Callable[..., Batch], how: str) -> None:
+    job = batch((), step_s=1.0)
+    job.wait_step(2)
+    if how == "stop":
+        assert f"allocation (job {job.id})" in job.cli("stop")
+    else:
+        bed.run("login", ["scancel", job.id], user="bed1")
+    wait_until(lambda: not bed.processes("bed1"), "nothing is left", 30)
+    wait_until(lambda: job.field("JobState") in ("CANCELLED", "FAILED"), f"it is not requeued: {job.log()}")
+    assert job.field("Restarts") == "0"

@@ -24,8 +24,8 @@ from cluster.profile import ClusterProfile
 from cluster.slurm import Shape
 
 SHOWN = (
-    "PartitionName=low AllowGroups=ALL Default=NO MaxNodes=2 MaxTime=1-00:00:00 State=UP GraceTime=30 PreemptMode=REQUEUE\n"
-    "PartitionName=main AllowGroups=ALL Default=YES MaxNodes=UNLIMITED MaxTime=UNLIMITED State=UP PreemptMode=OFF"
+    "PartitionName=low Default=NO MaxNodes=2 MaxTime=1-00:00:00 State=UP GraceTime=30 PriorityTier=1 PreemptMode=REQUEUE\n"
+    "PartitionName=main Default=YES MaxNodes=UNLIMITED MaxTime=UNLIMITED State=UP PriorityTier=10 PreemptMode=OFF"
 )
 NODES = "n1 gpu:a:4(S:0-1)\nn2 gpu:a:4(S:0-1)\nn3 (null)\n"
 PROFILE = ClusterProfile(executor="slurm")
@@ -51,7 +51,7 @@ def test_slurms_words() -> None:
         "KillWait": "30 sec",
         "X": "a=b",
     }
-    assert partition_of(SHOWN, "low") == Partition("low", "UP", 1440, 2, "REQUEUE", 30.0)
+    assert partition_of(SHOWN, "low") == Partition("low", "UP", 1440, 2, "REQUEUE", 30.0, outranked=True)
     default = partition_of(SHOWN, None, NODES)
     assert default is not None
     assert (default.name, default.max_minutes, default.gpus) == ("main", None, {"n1": 4, "n2": 4, "n3": 0})
@@ -93,9 +93,10 @@ def test_clients_accounting_times_preemption() -> None:
     assert bad(judge_times(ClusterProfile(executor="slurm", signal_lead=60), {"KillWait": "30 sec"}))
     of = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
     levels = [
-        judge_preemption(Partition("p", preempt_mode=mode, grace_s=grace), of).level
+        judge_preemption(Partition("p", preempt_mode=mode, grace_s=grace, outranked=True), of).level
         for mode, grace in (("REQUEUE", 300), ("REQUEUE", 0), ("SUSPEND", 300), ("OFF", 0))
     ]
+    assert judge_preemption(Partition("p", preempt_mode="REQUEUE"), of).level is Level.OK
     assert levels == [Level.OK, Level.WARNING, Level.WARNING, Level.OK]
 
 
