@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cluster.submit import describe
 from slipstream.config_file import dump_config
+from slipstream.nodes import LOOPBACK, Place
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from tasks.prepare import profile_of
@@ -18,6 +19,7 @@ def dry_run(config: RunConfig) -> str:
     from slipstream.learner.leader import torchrun_command
 
     profile = profile_of(config)
+    first = Place(0, config.learner.nodes, LOOPBACK, "INCARNATION")
     run = RunFolder(Path(config.storage.root).expanduser() / f"{config.name}-dry-run")
     parts = ["# --- configuration", dump_config(config).strip()]
     if config.server.url:
@@ -26,7 +28,7 @@ def dry_run(config: RunConfig) -> str:
         parts += ["", "# --- server: job", describe(profile, run, "server", 1, config)]
         parts += ["", "# --- server: command of its leader", _server(config, run)]
     parts += ["", "# --- learner: job", describe(profile, run, "learner", 1, config)]
-    parts += ["", "# --- learner: command of its leader", shlex.join(torchrun_command(config, run, 1))]
+    parts += ["", "# --- learner: command of its leader", shlex.join(torchrun_command(config, run, 1, first))]
     return "\n".join(parts) + "\n"
 
 
