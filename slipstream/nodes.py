@@ -27,6 +27,7 @@ NODES_ENV = "SLIPSTREAM_NODES"
 PORTS_ENV = "SLIPSTREAM_PORTS"
 LOOPBACK = "127.0.0.1"
 PEER_SILENT_S = 180.0  # a leader beats every two seconds; storage may stumble longer than a process does
+CAUSE_S = 10.0  # in which a leader that lives gives a sign, and one that failed has left its record
 LEAVE_S = 60.0  # between the end of the first node and that of the last
 
 
@@ -160,17 +161,22 @@ class Peers:
     """What became of the other nodes of a job, by their exit records and heartbeats.
 
     Args:
-        role: name of node 0 in exit records.
+        record: (number of a node) → its role in exit records.
         watched: numbers of the nodes that matter to this one.
         beats: name of each watched node's heartbeat.
     """
 
     def __init__(
-        self, run: RunFolder, place: Place, role: str, watched: Sequence[int], beats: Mapping[int, str]
+        self,
+        run: RunFolder,
+        place: Place,
+        record: Callable[[int], str],
+        watched: Sequence[int],
+        beats: Mapping[int, str],
     ) -> None:
         self._run = run
         self._place = place
-        self._role = role
+        self._record_name = record
         self._watched = watched
         self._beats = beats
         self._seen: dict[int, tuple[Any, float]] = {}
@@ -179,7 +185,7 @@ class Peers:
 
     def _record(self, node: int) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError):
-            return read_json(self._run.exit_file(node_role(self._role, node), self._place.incarnation))
+            return read_json(self._run.exit_file(self._record_name(node), self._place.incarnation))
         return None
 
     def beat(self, node: int) -> dict[str, Any] | None:
@@ -223,7 +229,9 @@ class Peers:
             except (OSError, ValueError):
                 self._seen.pop(node, None)
                 continue
-            mark = (beat or {}).get("counter"), (beat or {}).get("incarnation")
+            if beat is None:  # it has not come yet
+                continue
+            mark = beat.get("counter"), beat.get("incarnation")
             if node not in self._seen or self._seen[node][0] != mark:
                 self._seen[node] = (mark, now)
             elif now - self._seen[node][1] > bound_s:
@@ -247,7 +255,7 @@ class Peers:
             return 1, self.fault(silent, f"gave no sign for {PEER_SILENT_S:g} s")
         return None
 
-    def cause(self, wait_s: float, hurry: Callable[[], object] = lambda: False) -> tuple[int, str] | None:
+    def cause(self, hurry: Callable[[], object] = lambda: False, wait_s: float = CAUSE_S) -> tuple[int, str] | None:
         """After a failure here: code and reason if another node had ended, or died without a word; else None.
 
         Looks for up to `wait_s` seconds, or until `hurry()`.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.learner.failure import first_failure
-from slipstream.nodes import NodeError, Peers, Place, network_environment
+from slipstream.nodes import NodeError, Peers, Place, network_environment, node_role
 from slipstream.process import Heartbeat, how_ended
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, write_json
@@ -15,7 +15,6 @@ from slipstream.run_folder import RunFolder, write_json
 ROLE = "learner"
 MEETING_ENV = "SLIPSTREAM_MEETING"
 LOOK_S = 1.0
-CAUSE_S = 10.0
 # what a rank says whose peer is gone: then the cause is with the peer
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|DistBackendError|DistNetworkError|DistStoreError|\bgloo\b|"
@@ -38,7 +37,9 @@ class Nodes:
         self._attempt = attempt
         self._bound_s = config.learner.startup_timeout
         others = [node for node in range(place.nodes) if node != place.node]
-        self._peers = Peers(run, place, ROLE, others, {node: beat_name(node) for node in others})
+        self._peers = Peers(
+            run, place, lambda node: node_role(ROLE, node), others, {node: beat_name(node) for node in others}
+        )
         self._heartbeat: Heartbeat | None = None
         self._next_look = 0.0
 
@@ -78,7 +79,7 @@ class Nodes:
         """Exit code and reason after torchrun failed here: this node's own, or that of the node that broke it."""
         own = first_failure(self._run, self._attempt, log) or f"torchrun ended {how_ended(returncode)}"
         if self.place.nodes > 1 and _PEER_LOST.search(own):
-            cause = self._peers.cause(CAUSE_S, stopped)
+            cause = self._peers.cause(stopped)
             if cause is not None:
                 code, reason = cause
                 return code, f"{reason} (here: {own})" if code else reason
@@ -96,7 +97,7 @@ def torchrun_arguments(config: RunConfig, run: RunFolder, place: Place) -> list[
         f"--nnodes={place.nodes}",
         f"--rdzv-endpoint={f'[{host}]' if ':' in host else host}:0",
         f"--rdzv-id={run.run_id}",
-        f"--rdzv-conf=node={place.node},timeout={int(config.learner.startup_timeout)}",
+        f"--rdzv-conf=node={place.node},timeout={max(1, int(config.learner.startup_timeout))}",
     ]
 
 

@@ -1,6 +1,7 @@
 """A learner of two nodes: two leaders on two loopback addresses, the real torchrun and real ranks between them."""
 
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -8,7 +9,7 @@ import pytest
 
 from slipstream.run_folder import RunFolder, read_json
 from tests.learner_nodes import exit_of, leaders, nodes_run
-from tests.learner_process import ranks_of, step_of
+from tests.learner_process import step_of
 from tests.serving_process import wait_for
 from tests.standins.replayed_learner import PAUSE_ENV
 
@@ -33,6 +34,13 @@ def train(run: RunFolder, nodes: int) -> dict[str, object]:
         assert record is not None
         assert (record["returncode"], record["reason"]) == (0, "finished"), record["last_lines"]
     return result(run)
+
+
+def ranks_of(leader: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    family = psutil.Process(leader.pid).children(recursive=True)
+    found = [p for p in family if "tests.standins.replayed_learner" in p.cmdline() and "RANK" in p.environ()]
+    assert found
+    return [p for p in found if "slipstream.learner.torchrun" not in p.cmdline()]
 
 
 def listening(process: psutil.Process) -> set[str]:
@@ -91,7 +99,8 @@ def test_a_rank_killed_on_one_node_is_named_by_both(tmp_path: Path) -> None:
     run = nodes_run(tmp_path, "rank", nodes=2, ranks=1, max_steps=LONG)
     with leaders(run, 2, **SLOW) as started:
         wait_for(lambda: step_of(run) >= 2, "the second step", 180)
-        ranks_of(started[1])[0].send_signal(signal.SIGKILL)
+        for rank in ranks_of(started[1]):
+            rank.send_signal(signal.SIGKILL)
         wait_for(lambda: all(leader.poll() is not None for leader in started), "the end of both leaders")
     first, second = exit_of(run, 1), exit_of(run, 0)
     assert first is not None
