@@ -47,5 +47,7 @@ def first_failure(run: RunFolder, attempt: int, log: Path) -> str:
         return f"rank {killed[1]} was ended by {killed[2]} (out of memory, or killed from outside)"
     if found:
         first = min(found, key=lambda value: float(value.get("time", 0)))
+        if str(first["error"]).startswith("NodeFault: node "):  # it blames a node, in the form that is looked for
+            return str(first["error"]).removeprefix("NodeFault: ")
         return f"rank {first['rank']}: {first['error']}"
     return ""

@@ -12,12 +12,13 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.learner.failure import first_failure
-from slipstream.process import how_ended, new_incarnation, on_terminate, spawn, stop, write_exit
+from slipstream.learner.nodes import ROLE, Nodes, environment, torchrun_arguments
+from slipstream.node_check import NodeFault, check_node
+from slipstream.nodes import Place
+from slipstream.process import on_terminate, spawn, stop, write_exit
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 
-ROLE = "learner"
 LOG_LINES = 60  # torchrun's own traceback and summary, about 40, come after the ranks'
 
 
@@ -26,16 +27,14 @@ def read_config(run: RunFolder) -> RunConfig:
     return RunConfig.model_validate(tomllib.loads(run.run_file.read_text(encoding="utf-8")))
 
 
-def torchrun_command(config: RunConfig, run: RunFolder, attempt: int) -> list[str]:
+def torchrun_command(config: RunConfig, run: RunFolder, attempt: int, place: Place) -> list[str]:
     """The command that starts all ranks of this node. No restarts of its own: the run has one decider."""
     python = config.learner.python or sys.executable
     return [
         python,
         "-m",
         "slipstream.learner.torchrun",
-        "--nnodes=1",
-        "--rdzv-endpoint=127.0.0.1:0",
-        f"--rdzv-id={run.run_id}",
+        *torchrun_arguments(config, run, place),
         f"--nproc-per-node={config.learner.processes_per_node}",
         "--max-restarts=0",
         "-m",
@@ -45,9 +44,9 @@ def torchrun_command(config: RunConfig, run: RunFolder, attempt: int) -> list[st
     ]
 
 
-def learner_environment(config: RunConfig) -> dict[str, str]:
-    """Environment of the ranks."""
-    env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "TOKENIZERS_PARALLELISM": "false"}
+def learner_environment(config: RunConfig, run: RunFolder, place: Place) -> dict[str, str]:
+    """Environment of the ranks. CUDA_VISIBLE_DEVICES stays as the cluster gave it, unless the run wants no GPU."""
+    env = {**environment(run, place), **os.environ, "TOKENIZERS_PARALLELISM": "false"}
     if config.learner.gpus == 0:
         env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     return env
@@ -57,8 +56,9 @@ def run(run_dir: str | Path, attempt: int) -> int:
     """Lead the learner of a run; the exit code: 0 when it finished or was stopped, else torchrun's."""
     folder = RunFolder.open(run_dir)
     config = read_config(folder)
-    incarnation = new_incarnation()
-    log = folder.log_file(ROLE, attempt)
+    place = Place.here(config.learner.nodes)
+    nodes = Nodes(folder, config, place, attempt)
+    log = place.log_file(folder, ROLE, attempt)
     woken = threading.Event()
     stopped_by: list[str] = []
 
@@ -70,22 +70,31 @@ def run(run_dir: str | Path, attempt: int) -> int:
     child: subprocess.Popen[bytes] | None = None
     code, reason = 1, "the leader failed"
     try:
-        child = spawn(torchrun_command(config, folder, attempt), log, learner_environment(config))
-        while child.poll() is None and not stopped_by:
-            woken.wait(0.2)
+        nodes.start()
+        check_node(config.learner.gpus, config.learner.processes_per_node, folder.token_file)
+        ended = nodes.assemble(lambda: stopped_by)
+        if ended is None and not stopped_by:
+            command = torchrun_command(config, folder, attempt, place)
+            child = spawn(command, log, learner_environment(config, folder, place))
+            while child.poll() is None and not stopped_by and (ended := nodes.verdict()) is None:
+                woken.wait(0.2)
+        if child is not None and child.poll() is not None and ended is None and not stopped_by:
+            code, reason = child.returncode, "finished"
+            if code != 0:
+                code, reason = nodes.why_failed(code, log, lambda: stopped_by)
+        elif ended is not None:
+            code, reason = ended
         if stopped_by:
             code, reason = 0, f"stopped by {stopped_by[0]}"
-        else:
-            code = child.returncode
-            reason = "finished"
-            if code != 0:
-                reason = first_failure(folder, attempt, log) or f"torchrun ended {how_ended(code)}"
+    except NodeFault as error:
+        reason = str(error)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     finally:
         if child is not None:
             stop(child)
-        write_exit(folder, ROLE, incarnation, attempt, code, reason, log, lines=LOG_LINES)
+        write_exit(folder, place.role(ROLE), place.incarnation, attempt, code, reason, log, lines=LOG_LINES)
+        nodes.stop()
     return code
 
 

@@ -11,6 +11,7 @@ from slipstream.learner.inbox import Inbox
 from slipstream.learner.pipeline import Pipeline, Resumed, starting_point
 from slipstream.learner.replay import RECORDING, Recorder
 from slipstream.learner.sync import PolicySync, wire_dtype
+from slipstream.nodes import HOST_ENV, LOOPBACK
 from slipstream.process import new_incarnation
 from slipstream.rollout.machinery import RECENT_GROUPS
 from slipstream.rollout.setup import LoopSetup, Position
@@ -191,4 +192,4 @@ def candidate_problems(capabilities: Capabilities, config: Any) -> list[str]:
 
 def learner_host() -> str:
     """The address of this host that the server's nodes can reach, as the cluster layer says it."""
-    return os.environ.get("SLIPSTREAM_HOST", "127.0.0.1")
+    return os.environ.get(HOST_ENV, LOOPBACK)

@@ -154,6 +154,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         heartbeat.update(phase="loading", step=0, max_steps=config.trainer.max_steps)
     reporter = Reporter(run, arguments.attempt, heartbeat) if main_rank else Reporter()
     try:
+        from slipstream.learner.rank_check import check_ranks
+
+        reporter.phase("checking the ranks")
+        check_ranks(config.learner.gpus)
         result = train(run, config, arguments.attempt, reporter)
     except BaseException as error:
         record_failure(run, arguments.attempt, int(os.environ.get("RANK", "0")), error)

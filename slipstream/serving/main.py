@@ -8,7 +8,6 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.nodes import NodeError, Place, free_port
 from slipstream.process import (
     Heartbeat,
     how_ended,
@@ -31,12 +31,12 @@ from slipstream.process import (
 )
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json, write_json
-from slipstream.serving.command import LOOPBACK, server_command, vllm_python
+from slipstream.serving.command import server_command, vllm_python
 from slipstream.serving.control import ServerControl, ServerError
 from slipstream.serving.guard import Guard
+from slipstream.serving.nodes import Follower, Head, parallel_environment
 from slipstream.serving.probe import Capabilities, check, probe
 
-HOST_ENV = "SLIPSTREAM_HOST"
 ROLE = "server-0"
 PORT_TRIES = 5
 WATCH_INTERVAL_S = 5.0
@@ -47,13 +47,6 @@ PORT_TAKEN = re.compile(r"address already in use|errno 98", re.IGNORECASE)
 
 class StartError(RuntimeError):
     """The server did not come up, or is not what the run needs."""
-
-
-def free_port(host: str) -> int:
-    """A port of `host` that was free a moment ago."""
-    with socket.socket() as probe_socket:
-        probe_socket.bind((host, 0))
-        return int(probe_socket.getsockname()[1])
 
 
 def required(config: RunConfig) -> dict[str, Any]:
@@ -101,9 +94,12 @@ class Leader:
         self.run = run
         self.config = config
         self.attempt = attempt
-        self.incarnation = new_incarnation()
-        self.host = os.environ.get(HOST_ENV, LOOPBACK)
+        self.place = Place.here(config.server.nodes)
+        self.incarnation = self.place.incarnation
+        self.host = self.place.host
         self.log = run.log_file("server", attempt)
+        self._head = Head(run, self.place)
+        self._broken: str | None = None
         self.heartbeat = Heartbeat(run, ROLE, attempt, self.incarnation)
         self.signal: str | None = None
         self._woken = threading.Event()
@@ -125,6 +121,8 @@ class Leader:
             with control:
                 self._publish(control)
                 code, reason = self._watch(control)
+        except NodeError as error:
+            reason = str(error)
         except Exception as error:
             if self.signal is None:
                 reason = f"{type(error).__name__}: {error}"
@@ -143,8 +141,10 @@ class Leader:
         python = self.config.server.command[0] if self.config.server.command else vllm_python()
         for _ in range(PORT_TRIES):
             port = free_port(self.host)
-            argv, env = server_command(self.config, self.run, port, python, self.host)
-            self._child = child = spawn(argv, self.log, {**os.environ, "TMPDIR": self._temporary, **env})
+            meeting = self._head.meeting()
+            argv, env = server_command(self.config, self.run, port, python, self.host, self.place, meeting)
+            env = {**parallel_environment(self.place), **os.environ, "TMPDIR": self._temporary, **env}
+            self._child = child = spawn(argv, self.log, env)
             self._guard = Guard(child.pid)
             control = ServerControl(f"http://{self.host}:{port}", self.run.token_file, CALL_TIMEOUT_S)
             try:
@@ -153,8 +153,12 @@ class Leader:
             except ServerError as error:
                 control.close()
                 tail = last_lines(self.log)
+                if self._broken is not None:
+                    raise NodeError(self._broken) from error
                 if child.poll() is None or self.signal is not None:
-                    raise StartError(f"the server is not healthy: {error}; see {self.log}") from error
+                    raise StartError(
+                        f"the server is not healthy: {error}{self._head.missing()}; see {self.log}"
+                    ) from error
                 if not PORT_TAKEN.search(tail):
                     raise StartError(f"the server ended {how_ended(child.returncode)}; see {self.log}") from error
                 self._end_child()
@@ -167,6 +171,9 @@ class Leader:
             self._guard.release()
 
     def _starting(self) -> bool:
+        self._broken = self._head.broken()
+        if self._broken is not None:
+            return False
         return self.signal is None and self._child is not None and self._child.poll() is None
 
     def _publish(self, control: ServerControl) -> None:
@@ -188,8 +195,11 @@ class Leader:
                 with contextlib.suppress(ServerError):  # a busy or frozen server shows as progress that stands still
                     self.heartbeat.update(progress=generated_tokens(control.metrics()))
                 next_look = time.monotonic() + WATCH_INTERVAL_S
+            if (broken := self._head.broken()) is not None:
+                return 1, broken
             self._woken.wait(0.2)
-        return 1, f"the server ended {how_ended(self._child.poll())}"
+        own = f"the server ended {how_ended(self._child.poll())}"
+        return 1, self._head.why_ended(own, lambda: self.signal)
 
 
 def generated_tokens(metrics: str) -> int:
@@ -244,9 +254,23 @@ def run(run_dir: str | Path, attempt: int) -> int:
     config = RunConfig.model_validate(tomllib.loads(folder.run_file.read_text(encoding="utf-8")))
     if config.server.url:
         raise StartError(f"server.url = {config.server.url!r}: there is no server to start, use attach_external")
-    leader = Leader(folder, config, attempt)
+    place = Place.here(config.server.nodes)
+    leader: Leader | Follower = (
+        Leader(folder, config, attempt) if place.node == 0 else _follower(folder, config, attempt)
+    )
     on_terminate(leader.on_signal)
     return leader.lead()
+
+
+def _follower(run: RunFolder, config: RunConfig, attempt: int) -> Follower:
+    place = Place.here(config.server.nodes)
+    python = config.server.command[0] if config.server.command else vllm_python()
+
+    def command(meeting: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+        argv, env = server_command(config, run, 0, python, place.host, place, meeting)
+        return argv, {**parallel_environment(place), **env}
+
+    return Follower(run, config, place, attempt, command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

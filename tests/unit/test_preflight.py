@@ -356,7 +356,7 @@ def test_visible_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_nodes_need_a_cluster(case: Case) -> None:
-    problems = preflight(case.config(learner={"nodes": 2}, server={"nodes": 2}))
+    problems = preflight(case.config(learner={"nodes": 2}, server={"nodes": 2, "data_parallel_size": 2}))
     assert [p.key for p in problems] == ["learner.nodes", "server.nodes"]
     assert preflight(case.config(learner={"nodes": 2}, cluster={"profile": "slurm"})) == []
 
