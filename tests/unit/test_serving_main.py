@@ -9,16 +9,9 @@ from slipstream.config_file import dump_config
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json, write_atomic, write_json
 from slipstream.serving import main as main_module
-from slipstream.serving.main import (
-    ABANDONED_S,
-    PORT_TRIES,
-    Abandoned,
-    Leader,
-    StartError,
-    generated_tokens,
-    required,
-    run,
-)
+from slipstream.serving.abandoned import ABANDONED_S, Abandoned
+from slipstream.serving.main import PORT_TRIES, Leader, StartError, required, run
+from slipstream.serving.stall import generated_tokens
 
 PORT_IS_TAKEN = "import sys; print('OSError: [Errno 98] Address already in use', sys.argv); sys.exit(1)"
 
