@@ -35,7 +35,11 @@ class LivePipeline(Pipeline):
         config = trainer.args
         self.run_id = RunFolder(config.run_dir).run_id if config.run_dir else f"script-{new_incarnation()}"
         self.link = ServerLink(
-            config, self.run_id, functools.partial(server_problems, config=config), trainer.reporter, trainer.state
+            config,
+            self.run_id,
+            functools.partial(server_problems, config=config),
+            trainer.reporter,
+            lambda: trainer.state.global_step,
         )
         trainer.reporter.phase("probing the server")
         self.link.attach()

@@ -41,7 +41,8 @@ class ServerLink:
         config: of the trainer.
         run_id: who delivers.
         problems: what the run misses on a server, each with the way out.
-        reporter, state: of the trainer.
+        reporter: of the trainer.
+        step: optimizer steps done.
 
     Attributes:
         control, capabilities: of the server attached to.
@@ -58,14 +59,14 @@ class ServerLink:
         run_id: str,
         problems: Callable[[Capabilities], list[str]],
         reporter: Reporter,
-        state: Any,
+        step: Callable[[], int],
     ) -> None:
         self._config = config
         self._run = RunFolder(config.run_dir) if config.run_dir else None
         self._problems = problems
         self._run_id = run_id
         self._reporter = reporter
-        self._state = state
+        self._step = step
         self._timeout_s: float = config.vllm_server_timeout
         self._attached = False
         self.incarnation: str | None = None
@@ -171,7 +172,10 @@ class ServerLink:
     def _attach_to(self, url: str, incarnation: str | None, wait_s: float) -> bool:
         control = ServerControl(url, self._config.vllm_server_token_file, self._timeout_s)
         try:
-            control.wait_healthy(wait_s)
+            if wait_s:
+                control.wait_healthy(wait_s)
+            else:
+                control.call("GET", "/health", timeout_s=min(ANSWER_S, self._timeout_s))
             capabilities = probe(control)
             problems = self._problems(capabilities)
             if self._attached:
@@ -186,7 +190,7 @@ class ServerLink:
         if self._attached:
             self.control.close()
             where = {"url": url, "incarnation": incarnation}
-            self._reporter.event("attached to another server", self._state.global_step, **where)
+            self._reporter.event("attached to another server", self._step(), **where)
             self._reporter.phase("delivering weights")
         self.control, self.capabilities, self.incarnation, self._attached = control, capabilities, incarnation, True
         return True

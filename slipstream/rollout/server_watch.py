@@ -36,13 +36,11 @@ class FollowingClient(VLLMClient):
 
     Args:
         run, setup: whose server.
-        poll_s: seconds between two looks at the run folder.
     """
 
-    def __init__(self, *args: Any, run: RunFolder, setup: LoopSetup, poll_s: float = POLL_S, **kwargs: Any) -> None:
-        super().__init__(*args, **{"retry_delays_s": RETRY_DELAYS_S, **kwargs})
+    def __init__(self, *args: Any, run: RunFolder, setup: LoopSetup, **kwargs: Any) -> None:
+        super().__init__(*args, retry_delays_s=RETRY_DELAYS_S, **kwargs)
         self._run, self._run_id, self._attempt = run, setup.run_id, setup.attempt
-        self._poll_s = poll_s
         self._incarnation = setup.server_incarnation
         self._known = setup.server_incarnation is not None
         self._ready = asyncio.Event()
@@ -97,7 +95,7 @@ class FollowingClient(VLLMClient):
         while self._given_up is None:
             await self._look()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._poll_s)
+                await asyncio.wait_for(self._wake.wait(), POLL_S)
             self._wake.clear()
 
     async def _look(self) -> None:
@@ -152,6 +150,7 @@ class FollowingClient(VLLMClient):
                 f"{label!r}: another run delivers to it, or somebody restarted it. Give each run a server of its own, then "
                 "resume"
             )
+        self._since = time.monotonic()  # it is there; the trainer delivers once its step is done
         return f"the weights of {self._base_url} are not this run's yet, but {label!r}"
 
     async def _ask(self, route: str) -> tuple[int | None, str]:
