@@ -166,8 +166,9 @@ class ServerLink:
         endpoint = self._look(now=True)
         if endpoint is not None:
             return str(endpoint["url"]), endpoint.get("incarnation")
-        nobody_says = not self._run.endpoint_file().exists() and not self._run.assignment()
-        return (None if self._attached or not nobody_says else self._config.vllm_server_base_url), None
+        if self.incarnation is not None or self._run.endpoint_file().exists() or self._run.assignment():
+            return None, None
+        return self._config.vllm_server_base_url, None  # a script's run folder tells of no server
 
     def _attach_to(self, url: str, incarnation: str | None, wait_s: float) -> bool:
         control = ServerControl(url, self._config.vllm_server_token_file, self._timeout_s)
