@@ -190,7 +190,7 @@ class TrainerSection(Section):
         title="Server timeout",
         gt=0,
         le=MOST_SECONDS,
-        description="Seconds for one call to the server, start-up included.",
+        description="Seconds for one call to the server, start-up included, and most seconds without any server in a run.",
     )
 
     # --- loss

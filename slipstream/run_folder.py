@@ -211,6 +211,19 @@ class RunFolder:
         named = assignment.get(role) or assignment.get("allocation")
         return bool(assignment) and named != incarnation
 
+    def endpoint(self, attempt: int) -> dict[str, Any] | None:
+        """The server that counts for `attempt`, or None: the assigned one; where none is assigned, the attempt's own."""
+        try:
+            value = read_json(self.endpoint_file())
+        except (ValueError, OSError):
+            return None
+        if not isinstance(value, dict) or "url" not in value:
+            return None
+        assignment = self.assignment()
+        assigned = assignment.get("server") or assignment.get("allocation")
+        counts = value.get("incarnation") == assigned if assigned else value.get("attempt") == attempt
+        return value if counts else None
+
     def leave_file(self, incarnation: str) -> Path:
         """Written by the leader of a job whose time is up; its ranks save at the same step, and leave."""
         return self.path / "signals" / f"{incarnation}.json"

@@ -119,14 +119,15 @@ class Inbox:
         """Only a trainer that waits for a group that is not here yet lets one start beyond the bound."""
         self._worker.trainer_waits.value = int(self._awaited and self._taking and not self._groups)
 
-    def answer(self, kind: str, request: int) -> Any:
-        """The answer to a command. Blocks; raises RolloutWorkerError, InboxError."""
+    def answer(self, kind: str, request: int, while_waiting: Callable[[], None] = lambda: None) -> Any:
+        """The answer to a command. Blocks, calling `while_waiting` now and then; raises RolloutWorkerError, InboxError."""
         while True:
             with self._changed:
                 if (kind, request) in self._answers:
                     return self._answers.pop((kind, request))
                 self._changed.wait(POLL_S)
             self._check()
+            while_waiting()
 
     def _check(self) -> None:
         self._worker.check()

@@ -15,7 +15,7 @@ from slipstream.learner.failure import record_failure
 from slipstream.learner.leader import read_config
 from slipstream.process import Heartbeat, die_with_parent, new_incarnation
 from slipstream.run_config import RunConfig, TrainerSection
-from slipstream.run_folder import RunFolder, read_json
+from slipstream.run_folder import RunFolder
 from slipstream.tracking import PROJECT, environment_of
 
 # fields of the trainer section that AsyncGRPOConfig does not take under the same name
@@ -23,14 +23,14 @@ _OWN = {"bf16", "eval_steps"}
 
 
 def wait_for_endpoint(run: RunFolder, attempt: int, timeout_s: float) -> dict[str, Any]:
-    """The server's endpoint of this attempt, once it is published. Raises TimeoutError."""
+    """The endpoint of the server that counts for this attempt, once it is published. Raises TimeoutError."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
-        endpoint = read_json(run.endpoint_file())
-        if endpoint and endpoint["attempt"] == attempt:
+        endpoint = run.endpoint(attempt)
+        if endpoint is not None:
             return endpoint
         time.sleep(0.2)
-    raise TimeoutError(f"no server of attempt {attempt} within {timeout_s:g} s: see {run.log_file('server', attempt)}")
+    raise TimeoutError(f"no server for attempt {attempt} within {timeout_s:g} s: see {run.log_file('server', attempt)}")
 
 
 def trainer_arguments(

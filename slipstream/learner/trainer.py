@@ -35,6 +35,7 @@ from slipstream.learner.preparation import (
     load_model,
     warn_dropout,
 )
+from slipstream.learner.reattach import Delivering
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.router_loss import router_loss
 from slipstream.learner.saving import Saving, read_window
@@ -51,7 +52,7 @@ from slipstream.rollout.scoring import unique_names
 WAIT_FOR_ROLLOUTS = timedelta(days=7)  # rank 0 watches the rollout process; the other ranks only wait for rank 0
 
 
-class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
+class AsyncGRPOTrainer(WindowLog, Saving, Delivering, Trainer):
     """Trains with asynchronous GRPO: a vLLM server generates while this process trains.
 
     Args:
@@ -250,9 +251,11 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
             self._pipeline.start(version, self.state.global_step)
         else:
             self._sync = PolicySync(None, "", self.args.attempt, None, version)
+        if self._objects is not None:
+            self._sync.orders = self._handover
         self.reporter.phase("delivering weights", step=self.state.global_step, max_steps=self.duration.known_steps)
         self._sync.connect()
-        self._sync.deliver(self.accelerator.unwrap_model(self.model_wrapped))
+        self._deliver()
         if self._pipeline is not None:
             self._pipeline.open()
         if self.eval_dataset is not None and self._resumed is None and not self.args.eval_on_start:
@@ -268,9 +271,10 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
         if self._ended or step >= self.args.max_steps:
             return None
         if self._pipeline is None:
-            share = self._handover.receive()
+            share = self._handover.receive(self._deliver)
         else:
             self.reporter.phase("waiting for rollouts", step=step)
+            self._tend_server("waiting for rollouts")
             another = step + 1 < self.args.max_steps
             following = self._sync.version + self._syncs_after(step + 1) if another else None
             self._plan = self._pipeline.feed.next_step(self._sync.version, following)
@@ -347,19 +351,7 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
             # kept in the trainer's state, so that a resumed run counts on
             self.state.num_input_tokens_seen += self._plan.num_forwarded
         if self._syncs_after(self.state.global_step):
-            begun = time.monotonic()
-            self.reporter.phase("delivering weights", step=self.state.global_step)
-            if self.accelerator.num_processes > 1:
-                self.accelerator.wait_for_everyone()
-            waited = time.monotonic() - begun
-            times = self._sync.advance(self.accelerator.unwrap_model(self.model_wrapped))
-            if self._pipeline is not None:
-                self._pipeline.set_version(self._sync.version)
-            if times is not None:
-                add("perf/weight_sync_s", time.monotonic() - begun)
-                add("perf/weight_sync_pause_s", times.pause_s)
-                add("perf/weight_sync_barrier_s", waited)
-                add("perf/weight_sync_transfer_s", times.transfer_s)
+            self._deliver_next_version()
         now = time.monotonic()
         seconds = now - self._step_begun
         add("perf/step_s", seconds)
@@ -382,6 +374,7 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
             self.reporter.phase("evaluating", step=self.state.global_step)
             request = len(self.evaluations) + 1
             box = [self._pipeline.evaluate(request)]
+        self._handover.agree(self._deliver)
         if self._objects is not None:
             dist.broadcast_object_list(box, src=0, group=self._objects)
         if box[0] is None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from slipstream.rollout import types as t
 from slipstream.rollout.allowance import Outstanding, is_ahead, may_start
-from slipstream.rollout.client import SamplingSettings, VLLMClient
+from slipstream.rollout.client import SamplingSettings
 from slipstream.rollout.concurrency import ConcurrencyCap
 from slipstream.rollout.grading import Grading
 from slipstream.rollout.measures import LoadWatch, Measures
@@ -22,6 +22,7 @@ from slipstream.rollout.prompts import Prompt, RejectionWatch, read_prompts
 from slipstream.rollout.scoring import unique_names
 from slipstream.rollout.sequences import sort_out
 from slipstream.rollout.server_load import parse_load
+from slipstream.rollout.server_watch import make_client
 from slipstream.rollout.setup import LoopSetup, checked_state
 from slipstream.rollout.types import GroupResult, Message, Rollout, RolloutGroup
 
@@ -113,18 +114,10 @@ class LoopMachinery(Grading, ABC):
         )
         self._fatal: asyncio.Future[None] | None = None
         head = config.num_sampler_logprobs if config.score_centering else 0
-        self._client = VLLMClient(
-            config.vllm_server_base_url,
-            model_name,
-            SamplingSettings(
-                config.temperature, config.top_p, config.top_k, config.min_p, head, tuple(self.eos_token_ids)
-            ),
-            token_file=config.vllm_server_token_file,
-            timeout_s=config.vllm_server_timeout,
-            use_generate_route=setup.use_generate_route,
-            returns_candidates=setup.returns_candidates,
-            on_retry=self._count_retry,
+        sampling = SamplingSettings(
+            config.temperature, config.top_p, config.top_k, config.min_p, head, tuple(self.eos_token_ids)
         )
+        self._client = make_client(config, setup, model_name, sampling, self._count_retry)
 
     # ---- what a loop adds
 
@@ -366,14 +359,14 @@ class LoopMachinery(Grading, ABC):
         self._fatal = asyncio.get_running_loop().create_future()
         self._executor = ThreadPoolExecutor(max_workers=16, thread_name_prefix="reward")
         await self._client.open()
-        tasks: list[asyncio.Task[None]] = []
+        tasks = [asyncio.create_task(self._client.follow())]
         serve = asyncio.create_task(self._serve())
         try:
             await self.setup()
             if self._setup.loop_state:
                 self.load_state_dict(self._setup.loop_state)
             self._is_set_up = True
-            tasks = [asyncio.create_task(self._score_groups()) for _ in range(SCORERS)]
+            tasks += [asyncio.create_task(self._score_groups()) for _ in range(SCORERS)]
             tasks.append(asyncio.create_task(self._dispatch()))
             tasks.append(asyncio.create_task(self._follow_load()))
             for task in tasks:

@@ -46,6 +46,7 @@ class LoopSetup:
         eval_dataset: held-out rows, or None.
         group_tokens: mean size of the groups before a resume, in tokens; None where none has finished yet.
         kv_cache_tokens: that the server's KV caches hold; None where it does not tell.
+        server_incarnation: of the server that the run attached to; None where there is no run folder to say it.
         loop_state: what the loop's own `state_dict` returned at the checkpoint, or None.
     """
 
@@ -65,6 +66,7 @@ class LoopSetup:
     returns_candidates: bool = False
     kv_cache_tokens: int | None = None
     group_tokens: float | None = None
+    server_incarnation: str | None = None
 
 
 def checked_state(loop: str, state: Any) -> dict[str, Any]:

@@ -31,22 +31,28 @@ from slipstream.process import (
 )
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json, write_json
+from slipstream.serving.abandoned import Abandoned
 from slipstream.serving.command import server_command, vllm_python
 from slipstream.serving.control import ServerControl, ServerError
 from slipstream.serving.guard import Guard
 from slipstream.serving.nodes import Follower, Head, parallel_environment
 from slipstream.serving.probe import Capabilities, check, probe
+from slipstream.serving.stall import StallWatch
 
 ROLE = "server-0"
 PORT_TRIES = 5
 WATCH_INTERVAL_S = 5.0
 CALL_TIMEOUT_S = 30.0
-ABANDONED_S = 180.0  # a live supervisor beats every two seconds, and stops the server within as many
+REPLACED = "replaced by another job"
 PORT_TAKEN = re.compile(r"address already in use|errno 98", re.IGNORECASE)
 
 
 class StartError(RuntimeError):
     """The server did not come up, or is not what the run needs."""
+
+
+class Unsuitable(StartError):
+    """The server is not what the run needs, and would not be after another start."""
 
 
 def required(config: RunConfig) -> dict[str, Any]:
@@ -58,33 +64,6 @@ def required(config: RunConfig) -> dict[str, Any]:
         "sampling_mask": config.trainer.top_k > 0 and config.server.gpus > 0,
         "lora_rank": config.learner.lora_rank if config.learner.use_lora and config.server.enable_lora else None,
     }
-
-
-class Abandoned:
-    """Whether nobody needs the server any more: the learner has ended, and the flow that would stop the server is dead.
-
-    A server that outlives its run would hold its GPUs until somebody notices.
-    """
-
-    def __init__(self, run: RunFolder, attempt: int) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._beat: Any = None
-        self._since: float | None = None
-
-    def look(self, now: float) -> bool:
-        """One look at `now` (monotonic, in seconds); True once both have held for `ABANDONED_S`."""
-        try:
-            beat = read_json(self._run.heartbeat_file("supervisor"))
-            records = [read_json(path) or {} for path in (self._run.path / "exit").glob("learner-*.json")]
-        except (OSError, ValueError):  # a file system that stumbles proves nothing
-            return False
-        ended = any(record.get("attempt") == self._attempt for record in records)
-        if not ended or beat != self._beat:
-            self._beat, self._since = beat, None
-        if ended and self._since is None:
-            self._since = now
-        return self._since is not None and now - self._since > ABANDONED_S
 
 
 class Leader:
@@ -106,6 +85,8 @@ class Leader:
         self._child: subprocess.Popen[bytes] | None = None
         self._guard: Guard | None = None
         self._temporary = ""
+        self._replaced = False
+        self._next_look = 0.0
 
     def on_signal(self, name: str) -> None:
         self.signal = name
@@ -115,7 +96,7 @@ class Leader:
         """Serve until a signal or the end of the server; the exit code. Leaves an exit record and no process."""
         self.heartbeat.start()
         self._temporary = tempfile.mkdtemp(prefix="slipstream-server-")
-        code, reason = 1, "the leader failed"
+        code, reason, final = 1, "the leader failed", False
         try:
             control = self._start()
             with control:
@@ -125,13 +106,16 @@ class Leader:
             reason = str(error)
         except Exception as error:
             if self.signal is None:
-                reason = f"{type(error).__name__}: {error}"
+                reason, final = f"{type(error).__name__}: {error}", isinstance(error, Unsuitable)
+            if self._replaced:
+                code, reason = 0, REPLACED
         finally:
+            withdraw_endpoint(self.run, self.incarnation)
             self._end_child()
             shutil.rmtree(self._temporary, ignore_errors=True)
         if self.signal is not None:
             code, reason = 0, f"stopped by {self.signal}"
-        write_exit(self.run, ROLE, self.incarnation, self.attempt, code, reason, self.log)
+        write_exit(self.run, ROLE, self.incarnation, self.attempt, code, reason, self.log, final=final)
         self.heartbeat.stop(phase="ended")
         return code
 
@@ -174,13 +158,16 @@ class Leader:
         self._broken = self._head.broken()
         if self._broken is not None:
             return False
-        return self.signal is None and self._child is not None and self._child.poll() is None
+        if time.monotonic() >= self._next_look:
+            self._replaced = self.run.replaced("server", self.incarnation)
+            self._next_look = time.monotonic() + WATCH_INTERVAL_S
+        return not self._replaced and self.signal is None and self._child is not None and self._child.poll() is None
 
     def _publish(self, control: ServerControl) -> None:
         capabilities = probe(control)
         problems = check(capabilities, **required(self.config))
         if problems:
-            raise StartError("the server is not what the run needs: " + "; ".join(problems))
+            raise Unsuitable("the server is not what the run needs: " + "; ".join(problems))
         write_endpoint(self.run, self.attempt, self.incarnation, control.base_url, capabilities, own=True)
         self.heartbeat.update(phase="serving", url=control.base_url)
 
@@ -188,24 +175,25 @@ class Leader:
         assert self._child is not None
         next_look = 0.0
         abandoned = Abandoned(self.run, self.attempt)
-        while self._child.poll() is None and self.signal is None:
-            if time.monotonic() >= next_look:
-                if abandoned.look(time.monotonic()):
-                    return 0, "the learner has ended, and no supervisor lives to stop the server"
-                with contextlib.suppress(ServerError):  # a busy or frozen server shows as progress that stands still
-                    self.heartbeat.update(progress=generated_tokens(control.metrics()))
-                next_look = time.monotonic() + WATCH_INTERVAL_S
-            if (broken := self._head.broken()) is not None:
-                return 1, broken
-            self._woken.wait(0.2)
+        watch = StallWatch(control, self.config.server.stall_timeout)
+        try:
+            while self._child.poll() is None and self.signal is None and not watch.problem:
+                if time.monotonic() >= next_look:
+                    if self.run.replaced("server", self.incarnation):
+                        return 0, REPLACED
+                    if abandoned.look(time.monotonic()):
+                        return 0, "the learner has ended, and no supervisor lives to stop the server"
+                    self.heartbeat.update(progress=watch.generated)
+                    next_look = time.monotonic() + WATCH_INTERVAL_S
+                if (broken := self._head.broken()) is not None:
+                    return 1, broken
+                self._woken.wait(0.2)
+        finally:
+            watch.stop()
+        if watch.problem:
+            return 1, watch.problem
         own = f"the server ended {how_ended(self._child.poll())}"
         return 1, self._head.why_ended(own, lambda: self.signal)
-
-
-def generated_tokens(metrics: str) -> int:
-    """Tokens generated by all engines since the start, from the text of /metrics."""
-    values = re.findall(r"^vllm:generation_tokens_total(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE)
-    return int(sum(float(value) for value in values))
 
 
 def write_endpoint(
@@ -222,6 +210,13 @@ def write_endpoint(
     }
     write_json(run.endpoint_file(), endpoint)
     return endpoint
+
+
+def withdraw_endpoint(run: RunFolder, incarnation: str) -> None:
+    """Take back what `write_endpoint` said, where it still is this server's word."""
+    with contextlib.suppress(OSError, ValueError):
+        if (read_json(run.endpoint_file()) or {}).get("incarnation") == incarnation:
+            run.endpoint_file().unlink()
 
 
 def attach_external(
@@ -244,7 +239,7 @@ def attach_external(
         capabilities = probe(control)
     problems = check(capabilities, **(requirements or {}))
     if problems:
-        raise StartError(f"the server at {url} is not what the run needs: " + "; ".join(problems))
+        raise Unsuitable(f"the server at {url} is not what the run needs: " + "; ".join(problems))
     return write_endpoint(run, attempt, new_incarnation(), url.rstrip("/"), capabilities, own=False)
 
 
