@@ -51,7 +51,7 @@ def write_files(folder: Path, scenario: Scenario) -> Path:
     sections = {name: dict(section) for name, section in SETTINGS.items()}
     sections["data"] = {"source": str(data)}
     sections["trainer"] |= {"num_train_epochs": scenario.epochs, "save_steps": scenario.save_steps}
-    sections["server"] |= {"nodes": scenario.server_nodes}
+    sections["server"] |= {"nodes": scenario.server_nodes, "data_parallel_size": scenario.server_nodes}
     sections["learner"] |= {"nodes": scenario.learner_nodes, "processes_per_node": scenario.ranks}
     sections["cluster"] = {"profile": str(profile), "shape": scenario.shape}
     sections["storage"] = {"root": str(folder / "runs")}
