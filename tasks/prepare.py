@@ -96,7 +96,7 @@ def check_resumable(run: RunFolder) -> None:
 
 
 def _resume_claimed(run: RunFolder) -> Prepared:
-    from slipstream.learner.checkpoint import latest_complete, ledger_known
+    from slipstream.learner.checkpoint import ledger_known, resume_point
 
     check_resumable(run)
     supervisor = live_supervisor(run)
@@ -109,7 +109,8 @@ def _resume_claimed(run: RunFolder) -> Prepared:
             run.cancel_file.replace(run.path / f"cancel-{(run.attempts() or [0])[-1]}.json")
     if stopped:
         notes.append("stopped what an earlier attempt left running: " + ", ".join(_job_text(job) for job in stopped))
-    found = latest_complete(run)
+    found, set_aside = resume_point(run)
+    notes += set_aside
     checkpoint, step = (str(Path(found[0]).relative_to(run.path)), found[1]) if found else (None, 0)
     attempt = run.begin_attempt(checkpoint, step, ledger_known(found[0]) if found else None)
     where = f"step {step} ({checkpoint})" if found else "the start: there is no complete checkpoint"

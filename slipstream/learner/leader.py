@@ -4,16 +4,18 @@ python -m slipstream.learner.leader RUN_DIR --attempt N
 """
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
-import threading
+import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.learner.failure import first_failure
-from slipstream.process import how_ended, new_incarnation, on_terminate, spawn, stop, write_exit
+from slipstream.learner.failure import Failure, departure, first_failure
+from slipstream.learner.leave import STOP_GRACE_S, Orders
+from slipstream.process import INCARNATION_ENV, how_ended, job_incarnation, spawn, stop, write_exit
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 
@@ -45,48 +47,51 @@ def torchrun_command(config: RunConfig, run: RunFolder, attempt: int) -> list[st
     ]
 
 
-def learner_environment(config: RunConfig) -> dict[str, str]:
+def learner_environment(config: RunConfig, incarnation: str) -> dict[str, str]:
     """Environment of the ranks."""
-    env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "TOKENIZERS_PARALLELISM": "false", INCARNATION_ENV: incarnation}
     if config.learner.gpus == 0:
         env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     return env
 
 
 def run(run_dir: str | Path, attempt: int) -> int:
-    """Lead the learner of a run; the exit code: 0 when it finished or was stopped, else torchrun's."""
+    """Lead the learner of a run; the exit code: 0 when it finished, left or was stopped, else torchrun's."""
     folder = RunFolder.open(run_dir)
     config = read_config(folder)
-    incarnation = new_incarnation()
+    incarnation = job_incarnation()
     log = folder.log_file(ROLE, attempt)
-    woken = threading.Event()
-    stopped_by: list[str] = []
-
-    def on_signal(name: str) -> None:
-        stopped_by.append(name)
-        woken.set()
-
-    on_terminate(on_signal)
+    orders = Orders(folder, ROLE, incarnation, attempt)
+    orders.listen()
     child: subprocess.Popen[bytes] | None = None
-    code, reason = 1, "the leader failed"
+    code, ended, left = 1, Failure("the leader failed"), None
     try:
-        child = spawn(torchrun_command(config, folder, attempt), log, learner_environment(config))
-        while child.poll() is None and not stopped_by:
-            woken.wait(0.2)
-        if stopped_by:
-            code, reason = 0, f"stopped by {stopped_by[0]}"
+        child = spawn(torchrun_command(config, folder, attempt), log, learner_environment(config, incarnation))
+        while child.poll() is None and orders.stop is None:
+            orders.woken.wait(0.2)
+            orders.look(time.monotonic())
+        if child.poll() is None and orders.stop is not None:
+            code, ended, left = 0, Failure(orders.stop), orders.left
         else:
-            code = child.returncode
-            reason = "finished"
-            if code != 0:
-                reason = first_failure(folder, attempt, log) or f"torchrun ended {how_ended(code)}"
+            code, ended, left = how_it_ended(folder, attempt, log, child.wait())
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        ended = Failure(f"{type(error).__name__}: {error}")
     finally:
         if child is not None:
-            stop(child)
-        write_exit(folder, ROLE, incarnation, attempt, code, reason, log, lines=LOG_LINES)
+            stop(child, STOP_GRACE_S)
+        with contextlib.suppress(OSError):  # a full disk: the exit code says what is left to say
+            write_exit(
+                folder, ROLE, incarnation, attempt, code, ended.reason, log, LOG_LINES, final=ended.final, left=left
+            )
     return code
+
+
+def how_it_ended(folder: RunFolder, attempt: int, log: Path, code: int) -> tuple[int, Failure, int | None]:
+    """Exit code, reason and the step that the ranks left at (None: they did not), once torchrun has ended with `code`."""
+    if code != 0:
+        return code, first_failure(folder, attempt, log) or Failure(f"torchrun ended {how_ended(code)}"), None
+    gone = departure(folder, attempt)
+    return (0, Failure("finished"), None) if gone is None else (0, Failure(gone[1]), gone[0])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

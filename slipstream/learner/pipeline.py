@@ -46,7 +46,7 @@ class Pipeline(ABC):
             token_budget=token_budget,
             max_staleness=config.max_staleness,
             warn=logger.warning,
-            while_waiting=trainer.speak_if_silent,
+            while_waiting=trainer.while_waiting,
         )
         if resumed is not None:
             first_epoch = resumed[0].epoch if trainer.num_prompts is None else 0

@@ -5,6 +5,7 @@
 torch's own meeting points listen on every interface of the node, and their store asks nobody who he is.
 """
 
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -82,6 +83,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the leader's; inherited by the ranks and all that they start
     rendezvous_handler_registry.register(BACKEND, _create)
     return torchrun([f"--rdzv-backend={BACKEND}", *(sys.argv[1:] if arguments is None else arguments)])
 

@@ -1,6 +1,7 @@
 """`AsyncGRPOTrainer`: transformers' `Trainer`, fed by a live queue of rollouts."""
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +22,7 @@ from slipstream.learner.duration import Duration, num_prompts, plan_duration, re
 from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.handover import Handover
 from slipstream.learner.hooks import Hooks, Steps
+from slipstream.learner.leave import LeaveRequested, LeaveWatch
 from slipstream.learner.live import LivePipeline
 from slipstream.learner.narrator import Narrator
 from slipstream.learner.observe import row_observations
@@ -44,9 +46,11 @@ from slipstream.learner.trackers import track
 from slipstream.learner.window_log import WindowLog
 from slipstream.metrics.verdict import Limits
 from slipstream.metrics.window import Window
+from slipstream.process import INCARNATION_ENV
 from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.main_module import stop_here_in_rollout_process
 from slipstream.rollout.scoring import unique_names
+from slipstream.run_folder import RunFolder
 
 WAIT_FOR_ROLLOUTS = timedelta(days=7)  # rank 0 watches the rollout process; the other ranks only wait for rank 0
 
@@ -63,6 +67,10 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
         peft_config: a LoRA configuration: its adapter is trained, and delivered merged with the base weights.
         eval_dataset: held-out rows for `evaluate`.
         reporter: where records go; None outside a run: metrics.jsonl then lies in `output_dir`.
+
+    Attributes:
+        left: the signal for which all ranks left after the last step, before the training was over ('' on other ranks
+            than 0); None where it was not so.
 
     Raises:
         ValueError, TypeError: what cannot work, naming the argument and the way out.
@@ -130,6 +138,8 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
         self._resumed: tuple[ckpt.RolloutState, Path] | None = None
         self._plan: StepPlan | None = None
         self._ended = False
+        self.left: str | None = None
+        self._leave = LeaveWatch()
         self._narrator = Narrator(Limits(args.max_staleness, args.max_concurrent_rollouts, args.num_generations))
         self._last_sign = time.monotonic()
         self.completions = []
@@ -198,9 +208,10 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
         epoch_based = config.max_steps <= 0
         self.duration = plan_duration(config.max_steps, config.num_train_epochs, self.num_prompts)
         config.max_steps = self.duration.max_steps
-        self._ended = False
+        self._ended, self.left = False, None
         try:
             if self._is_main:
+                self._leave = leave_watch(config.run_dir)
                 self._pipeline = self.make_pipeline(self.duration.end, self._resumed)
                 if self._resumed:  # what its steps since the last log have measured
                     self._window.merge(read_window(self._resumed[1]))
@@ -208,6 +219,8 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
             if self._pipeline is not None and self._ended:
                 self._pipeline.ledger.data_ended()
             self._save_last()
+            if self.left is not None:
+                return output
             evaluated = self.evaluations[-1]["step"] if self.evaluations else -1
             if self.eval_dataset is not None and evaluated != self.state.global_step:
                 self.evaluate()  # the end of the data comes unannounced
@@ -265,20 +278,41 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
     def _next_step(self) -> Share | None:
         """This rank's micro-batches of the next optimizer step; None when the run is over. Blocks until they are there."""
         step = self.state.global_step
-        if self._ended or step >= self.args.max_steps:
+        if self._ended or self.left is not None or step >= self.args.max_steps:
             return None
         if self._pipeline is None:
-            share = self._handover.receive()
+            self.reporter.phase("waiting for rank 0", step=step)
+            share, leaves = self._handover.receive()
+            self.left = "" if leaves else None
         else:
             self.reporter.phase("waiting for rollouts", step=step)
-            another = step + 1 < self.args.max_steps
-            following = self._sync.version + self._syncs_after(step + 1) if another else None
-            self._plan = self._pipeline.feed.next_step(self._sync.version, following)
+            share = self._handover.send(self._plan_step(self._pipeline, step), self.left is not None)
+        if share is not None:
             self.reporter.phase("training", step=step)
-            share = self._handover.send(self._plan)
-        self._ended = share is None
+        self._ended = share is None and self.left is None
         self._forward_s = self._forward_backward_s = 0.0
         return share
+
+    def _plan_step(self, pipeline: Pipeline, step: int) -> StepPlan | None:
+        """On rank 0: the plan of the step after `step`; None at the end of the data, or with `left` set: the ranks leave."""
+        self._plan = None
+        another = step + 1 < self.args.max_steps
+        following = self._sync.version + self._syncs_after(step + 1) if another else None
+        try:
+            self.check_leave()
+            self._plan = pipeline.feed.next_step(self._sync.version, following)
+        except LeaveRequested as request:
+            self.left = str(request)
+        return self._plan
+
+    def while_waiting(self) -> None:
+        """On rank 0, now and then while it waits for samples. Raises LeaveRequested."""
+        self.check_leave()
+        self.speak_if_silent()
+
+    def check_leave(self) -> None:
+        """On rank 0: raise LeaveRequested where it has been told to leave."""
+        self._leave.check()
 
     def _syncs_after(self, step: int) -> bool:
         """Whether the policy is delivered at the end of this optimizer step, counted from 1."""
@@ -310,6 +344,7 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
         self.accelerator.backward(loss)
         synchronize(self.args.device)
         self._forward_backward_s += time.monotonic() - begun
+        self.reporter.advance()
         return loss.detach()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
@@ -348,10 +383,10 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
             self.state.num_input_tokens_seen += self._plan.num_forwarded
         if self._syncs_after(self.state.global_step):
             begun = time.monotonic()
-            self.reporter.phase("delivering weights", step=self.state.global_step)
             if self.accelerator.num_processes > 1:
                 self.accelerator.wait_for_everyone()
             waited = time.monotonic() - begun
+            self.reporter.phase("delivering weights", step=self.state.global_step)
             times = self._sync.advance(self.accelerator.unwrap_model(self.model_wrapped))
             if self._pipeline is not None:
                 self._pipeline.set_version(self._sync.version)
@@ -373,19 +408,22 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Mean reward of one rollout per held-out prompt with the policy on the server; logged as `eval/*`.
 
-        Returns `{"eval_reward": …}` on every rank.
+        Returns `{"eval_reward": …}` on every rank; nothing where rank 0 was told to leave meanwhile.
         """
         if self.eval_dataset is None:
             raise ValueError("evaluate needs an eval_dataset")
         box: list[Any] = [None]
+        self.reporter.phase("evaluating", step=self.state.global_step)
         if self._pipeline is not None:
-            self.reporter.phase("evaluating", step=self.state.global_step)
-            request = len(self.evaluations) + 1
-            box = [self._pipeline.evaluate(request)]
+            with contextlib.suppress(LeaveRequested):  # the next step is where all ranks leave
+                box = [{}]
+                box = [self._pipeline.evaluate(len(self.evaluations) + 1)]
         if self._objects is not None:
             dist.broadcast_object_list(box, src=0, group=self._objects)
         if box[0] is None:
             raise RuntimeError("evaluate runs during train(): the rollout process does it")
+        if not box[0]:
+            return {}
         metrics = {f"eval_{name}": value for name, value in box[0].items()}
         self.log({f"eval/{name}": value for name, value in box[0].items()})
         self.evaluations.append({"step": self.state.global_step, **box[0]})
@@ -401,6 +439,12 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None
+
+
+def leave_watch(run_dir: str | None) -> LeaveWatch:
+    """Looks for the leave file of the job that this process belongs to; outside a job for nothing."""
+    incarnation = os.environ.get(INCARNATION_ENV, "")
+    return LeaveWatch(RunFolder(run_dir) if run_dir else None, incarnation)
 
 
 def _identity(batch: Any) -> Any:

@@ -99,7 +99,7 @@ class LoopMachinery(Grading, ABC):
             score_queue_maxsize
         )
         self._scoring = 0
-        self._finished_cost = 0
+        self._finished_cost = setup.finished_cost
         # after a resume the size of groups is known: the first must not hold up all others a second time
         known = [] if setup.group_tokens is None else [setup.group_tokens]
         self._recent_costs: deque[float] = deque(known, maxlen=RECENT_GROUPS)
@@ -254,7 +254,7 @@ class LoopMachinery(Grading, ABC):
 
     async def _dispatch(self) -> None:
         """Start groups in prompt order as the bounds allow; at the end of the data wait for the last, and say so."""
-        watch = RejectionWatch()
+        watch = RejectionWatch(self._setup.position.last_settled)
         begun_prompts = 0
         async for prompt in read_prompts(self.dataset, self._setup):
             begun_prompts += 1
@@ -312,6 +312,7 @@ class LoopMachinery(Grading, ABC):
         self._measures.begin(time.monotonic())
         pending: set[asyncio.Task[None]] = set()
         state_requests: list[int] = []
+        evaluations: list[int] = []
 
         async def answer(request: int) -> None:
             self._buffer.put(await self.evaluate(request))
@@ -322,12 +323,11 @@ class LoopMachinery(Grading, ABC):
             self._abort_stale()
             while not self._commands.empty():
                 kind, argument = self._commands.get()
-                if kind == "evaluate":
-                    task = asyncio.create_task(answer(argument))
-                    pending.add(task)
-                    task.add_done_callback(self._raise_fatal)
-                elif kind == "state":
-                    state_requests.append(argument)
+                {"evaluate": evaluations, "state": state_requests}[kind].append(argument)
+            while self._is_set_up and evaluations:
+                task = asyncio.create_task(answer(evaluations.pop(0)))
+                pending.add(task)
+                task.add_done_callback(self._raise_fatal)
             while self._is_set_up and state_requests:
                 self._buffer.put(("state", state_requests.pop(), checked_state(type(self).__name__, self.state_dict())))
             if now - self._measures.begun >= self.report_s:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.process import (
+    TERMINATE_GRACE_S,
     Heartbeat,
     how_ended,
     last_lines,
@@ -41,6 +42,7 @@ ROLE = "server-0"
 PORT_TRIES = 5
 WATCH_INTERVAL_S = 5.0
 CALL_TIMEOUT_S = 30.0
+CANCEL_GRACE_S = 3.0
 ABANDONED_S = 180.0  # a live supervisor beats every two seconds, and stops the server within as many
 PORT_TAKEN = re.compile(r"address already in use|errno 98", re.IGNORECASE)
 
@@ -162,7 +164,7 @@ class Leader:
 
     def _end_child(self) -> None:
         if self._child is not None:
-            stop(self._child)
+            stop(self._child, CANCEL_GRACE_S if self.run.cancel_file.exists() else TERMINATE_GRACE_S)
         if self._guard is not None:
             self._guard.release()
 
