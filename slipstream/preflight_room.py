@@ -36,7 +36,10 @@ def checkpoint_bytes(model: ModelFiles, config: RunConfig) -> int | None:
 def _contents(path: Path) -> tuple[int, int]:
     """Numbers in a safetensors file, and the bytes of the widest of them."""
     with open(path, "rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        length = int.from_bytes(stream.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"{path} is cut short")
+        header = json.loads(stream.read(length))
     tensors = [entry for name, entry in header.items() if name != "__metadata__"]
     count = sum(math.prod(entry["shape"]) for entry in tensors)
     return count, max((STORED.get(entry["dtype"], 0) for entry in tensors), default=0)

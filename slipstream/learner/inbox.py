@@ -108,7 +108,7 @@ class Inbox:
             message = self._worker.rollouts.get(timeout=POLL_S)
         except queue.Empty:
             return False
-        except EOFError:  # its writer has ended, perhaps within a message
+        except (EOFError, OSError):  # its writer has ended, perhaps within a message
             if not self._worker.gone(GONE_S):
                 raise
             time.sleep(POLL_S)  # until somebody asks it to be replaced, or the end

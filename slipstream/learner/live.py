@@ -173,7 +173,7 @@ class LivePipeline(Pipeline):
         while True:
             try:
                 self._trainer._window.add_all(self.worker.metrics.get_nowait())
-            except (queue.Empty, EOFError):  # a process that was killed has no more
+            except (queue.Empty, EOFError, OSError):  # a process that was killed has no more
                 break
         self._trainer._window.add_all(self._inbox.last_report())
 
