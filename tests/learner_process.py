@@ -128,6 +128,16 @@ def step_of(run: RunFolder) -> int:
     return int((read_json(run.heartbeat_file("learner")) or {}).get("step", 0))
 
 
+def reach(run: RunFolder, leader: subprocess.Popen[bytes], step: int) -> None:
+    """Wait until the learner has finished this step; fails where it ends before."""
+
+    def reached() -> bool:
+        assert leader.poll() is None, run.log_file("learner", run.attempts()[-1]).read_text()[-4000:]
+        return step_of(run) >= step
+
+    wait_for(reached, f"step {step}", FINISH_S)
+
+
 def finish(run: RunFolder, leader: subprocess.Popen[bytes], attempt: int) -> dict[str, Any]:
     """Wait for the learner's end; its result."""
     wait_for(lambda: leader.poll() is not None, "the learner's end", FINISH_S)

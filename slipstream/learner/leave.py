@@ -5,15 +5,21 @@ ranks with what they are sent for each step, so that all of them save at the sam
 """
 
 import contextlib
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slipstream.process import on_terminate
+from slipstream.process import INCARNATION_ENV, on_terminate
 from slipstream.run_folder import RunFolder, read_json, write_json
+
+if TYPE_CHECKING:
+    from slipstream.learner.pipeline import Pipeline
+    from slipstream.learner.plan import StepPlan
+    from slipstream.learner.sync import PolicySync
 
 LOOK_S = 1.0  # of rank 0, for the leave file; of a leader that leaves, for a cancel request
 REPLACED_LOOK_S = 3.0
@@ -59,6 +65,53 @@ class LeaveWatch:
         """Raise LeaveRequested where it has been said."""
         if self.why:
             raise LeaveRequested(self.why)
+
+
+def leave_watch(run_dir: str | None) -> LeaveWatch:
+    """Looks for the leave file of the job that this process belongs to; outside a job for nothing."""
+    incarnation = os.environ.get(INCARNATION_ENV, "")
+    return LeaveWatch(RunFolder(run_dir) if run_dir else None, incarnation)
+
+
+class Leaving:
+    """The leaving part of `AsyncGRPOTrainer`; transformers' `Trainer` comes after it among the bases.
+
+    Attributes:
+        left: the signal for which all ranks left after the last step, before the training was over ('' on other ranks
+            than 0); None where it was not so.
+    """
+
+    args: Any
+    left: str | None = None
+    _leave = LeaveWatch()
+    _plan: "StepPlan | None"
+    _sync: "PolicySync"
+
+    if TYPE_CHECKING:
+
+        def _syncs_after(self, step: int) -> bool: ...
+        def speak_if_silent(self) -> None: ...
+
+    def _plan_step(self, pipeline: "Pipeline", step: int) -> "StepPlan | None":
+        """On rank 0: the plan of the step after `step`; None at the end of the data, or with `left` set: the ranks leave."""
+        self._plan = None
+        another = step + 1 < self.args.max_steps
+        following = self._sync.version + self._syncs_after(step + 1) if another else None
+        try:
+            self.check_leave()
+            self._plan = pipeline.feed.next_step(self._sync.version, following)
+        except LeaveRequested as request:
+            self.left = str(request)
+        return self._plan
+
+    def while_waiting(self) -> None:
+        """On rank 0, now and then while it waits for samples. Raises LeaveRequested."""
+        self.check_leave()
+        self.speak_if_silent()
+
+    def check_leave(self) -> None:
+        """On rank 0: raise LeaveRequested where it has been told to leave."""
+        self._leave.check()
 
 
 def left_reason(step: int, why: str) -> str:

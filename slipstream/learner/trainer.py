@@ -1,7 +1,6 @@
 """`AsyncGRPOTrainer`: transformers' `Trainer`, fed by a live queue of rollouts."""
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +21,7 @@ from slipstream.learner.duration import Duration, num_prompts, plan_duration, re
 from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.handover import Handover
 from slipstream.learner.hooks import Hooks, Steps
-from slipstream.learner.leave import LeaveRequested, LeaveWatch
+from slipstream.learner.leave import LeaveRequested, Leaving, leave_watch
 from slipstream.learner.live import LivePipeline
 from slipstream.learner.narrator import Narrator
 from slipstream.learner.observe import row_observations
@@ -46,16 +45,14 @@ from slipstream.learner.trackers import track
 from slipstream.learner.window_log import WindowLog
 from slipstream.metrics.verdict import Limits
 from slipstream.metrics.window import Window
-from slipstream.process import INCARNATION_ENV
 from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.main_module import stop_here_in_rollout_process
 from slipstream.rollout.scoring import unique_names
-from slipstream.run_folder import RunFolder
 
 WAIT_FOR_ROLLOUTS = timedelta(days=7)  # rank 0 watches the rollout process; the other ranks only wait for rank 0
 
 
-class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
+class AsyncGRPOTrainer(WindowLog, Saving, Leaving, Trainer):
     """Trains with asynchronous GRPO: a vLLM server generates while this process trains.
 
     Args:
@@ -67,10 +64,6 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
         peft_config: a LoRA configuration: its adapter is trained, and delivered merged with the base weights.
         eval_dataset: held-out rows for `evaluate`.
         reporter: where records go; None outside a run: metrics.jsonl then lies in `output_dir`.
-
-    Attributes:
-        left: the signal for which all ranks left after the last step, before the training was over ('' on other ranks
-            than 0); None where it was not so.
 
     Raises:
         ValueError, TypeError: what cannot work, naming the argument and the way out.
@@ -138,8 +131,6 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
         self._resumed: tuple[ckpt.RolloutState, Path] | None = None
         self._plan: StepPlan | None = None
         self._ended = False
-        self.left: str | None = None
-        self._leave = LeaveWatch()
         self._narrator = Narrator(Limits(args.max_staleness, args.max_concurrent_rollouts, args.num_generations))
         self._last_sign = time.monotonic()
         self.completions = []
@@ -224,7 +215,6 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
             evaluated = self.evaluations[-1]["step"] if self.evaluations else -1
             if self.eval_dataset is not None and evaluated != self.state.global_step:
                 self.evaluate()  # the end of the data comes unannounced
-            self.reporter.phase("finished", step=self.state.global_step)
             return output
         finally:
             if epoch_based:
@@ -292,27 +282,6 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
         self._ended = share is None and self.left is None
         self._forward_s = self._forward_backward_s = 0.0
         return share
-
-    def _plan_step(self, pipeline: Pipeline, step: int) -> StepPlan | None:
-        """On rank 0: the plan of the step after `step`; None at the end of the data, or with `left` set: the ranks leave."""
-        self._plan = None
-        another = step + 1 < self.args.max_steps
-        following = self._sync.version + self._syncs_after(step + 1) if another else None
-        try:
-            self.check_leave()
-            self._plan = pipeline.feed.next_step(self._sync.version, following)
-        except LeaveRequested as request:
-            self.left = str(request)
-        return self._plan
-
-    def while_waiting(self) -> None:
-        """On rank 0, now and then while it waits for samples. Raises LeaveRequested."""
-        self.check_leave()
-        self.speak_if_silent()
-
-    def check_leave(self) -> None:
-        """On rank 0: raise LeaveRequested where it has been told to leave."""
-        self._leave.check()
 
     def _syncs_after(self, step: int) -> bool:
         """Whether the policy is delivered at the end of this optimizer step, counted from 1."""
@@ -439,12 +408,6 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None
-
-
-def leave_watch(run_dir: str | None) -> LeaveWatch:
-    """Looks for the leave file of the job that this process belongs to; outside a job for nothing."""
-    incarnation = os.environ.get(INCARNATION_ENV, "")
-    return LeaveWatch(RunFolder(run_dir) if run_dir else None, incarnation)
 
 
 def _identity(batch: Any) -> Any:

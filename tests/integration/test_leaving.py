@@ -22,7 +22,7 @@ from slipstream.learner.ledger import audit
 from slipstream.process import INCARNATION_ENV
 from slipstream.run_folder import RunFolder, read_json, write_json
 from tests.fault_proxy import GENERATION, FaultProxy
-from tests.learner_process import begin_attempt, finish, learner, learner_run, step_of, write_prompts
+from tests.learner_process import begin_attempt, finish, learner, learner_run, reach, write_prompts
 from tests.learner_replay import ReplayTrainer, snapshot
 from tests.learner_resume import new_trainer
 from tests.serving_process import VllmServer, all_gone, wait_for
@@ -128,7 +128,7 @@ def test_both_ranks_leave_at_the_same_step_and_a_resumed_attempt_reaches_the_end
     data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
     run = learner_run(tmp_path / "runs", "leaving", vllm_server, data, num_train_epochs=1, save_steps=100)
     with learner(run, 1) as leader:
-        wait_for(lambda: step_of(run) >= 2, "the second step", 240)
+        reach(run, leader, 2)
         record = leave(run, leader)
     step = record["left"]
     assert step >= 2
@@ -170,19 +170,17 @@ def test_it_leaves_while_it_waits_for_rollouts_that_do_not_come(
     data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
     run = learner_run(tmp_path / "runs", "waiting", server, data, num_train_epochs=1, save_steps=100)
     with learner(run, 1) as leader:
-        wait_for(lambda: step_of(run) >= 2, "the second step", 240)
+        reach(run, leader, 2)
         hold_back.set()
 
-        def idle() -> bool:
-            before = read_json(run.heartbeat_file("learner")) or {}
-            return before.get("phase") == "waiting for rollouts" and before.get("progress") == beat.get("progress")
-
-        beat: dict[str, Any] = {}
+        seen: list[dict[str, Any]] = []
 
         def stands_still() -> bool:
-            found, now = idle(), read_json(run.heartbeat_file("learner")) or {}
-            beat.update(now)
-            return found
+            """The same progress in beats of three seconds."""
+            beat = read_json(run.heartbeat_file("learner")) or {}
+            if not seen or seen[0]["progress"] != beat["progress"]:
+                seen[:] = [beat]
+            return beat["phase"] == "waiting for rollouts" and beat["time"] - seen[0]["time"] >= 3
 
         wait_for(stands_still, "that training waits", 120)
         record = leave(run, leader)
@@ -204,7 +202,7 @@ def test_a_cancelled_learner_stops_at_once_though_a_rank_does_not_listen(
     data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
     run = learner_run(tmp_path / "runs", "cancelled", vllm_server, data, max_steps=100_000, learning_rate=1e-5)
     with learner(run, 1) as leader:
-        wait_for(lambda: step_of(run) >= 1, "the first step", 240)
+        reach(run, leader, 1)
         family = psutil.Process(leader.pid).children(recursive=True)
         for process in family:  # one that is stopped hears no TERM
             os.kill(process.pid, signal.SIGSTOP)

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.learner.ledger import audit
 from slipstream.run_folder import RunFolder, read_jsonl
-from tests.learner_process import finish, learner, learner_run, ranks_of, rollout_process, step_of, write_prompts
+from tests.learner_process import finish, learner, learner_run, ranks_of, reach, rollout_process, write_prompts
 from tests.serving_process import VllmServer, wait_for
 
 pytestmark = pytest.mark.integration
@@ -25,7 +25,7 @@ def test_training_goes_on_and_every_prompt_is_settled_once(
     settings = {"num_train_epochs": 2, "learning_rate": 1e-5, "rollout_worker_timeout": bound_s, "save_steps": 4}
     run = learner_run(tmp_path / "runs", "respawn", vllm_server, data, **settings)
     with learner(run, 1) as leader:
-        wait_for(lambda: step_of(run) >= 2, "the second step", 240)
+        reach(run, leader, 2)
         ranks = {process.pid for process in ranks_of(leader)}
         lost = rollout_process(leader)
         lost.send_signal(sent)
