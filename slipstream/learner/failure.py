@@ -28,19 +28,28 @@ class Failure(NamedTuple):
 
 @contextlib.contextmanager
 def constructing() -> Iterator[None]:
-    """Within it a ValueError or TypeError comes from the settings: they are the same after a restart."""
+    """Within it a ValueError or TypeError comes from the settings, unless a file or a connection is its cause."""
     try:
         yield
     except (ValueError, TypeError, ImportError) as error:
-        error.final = True  # type: ignore[union-attr]
+        if not any(isinstance(cause, OSError) for cause in _chain(error)):
+            error.final = True  # type: ignore[union-attr]
         raise
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it was raised from."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__
 
 
 def is_final(error: BaseException) -> bool:
     """Whether the same error would come after a restart: its class says so, `constructing`, or the storage does."""
     if getattr(error, "final", False):
         return True
-    return isinstance(error, OSError) and error.errno in STORAGE
+    return any(isinstance(cause, OSError) and cause.errno in STORAGE for cause in _chain(error))
 
 
 def _file(run: RunFolder, attempt: int, rank: int) -> Path:

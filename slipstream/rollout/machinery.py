@@ -14,6 +14,7 @@ import numpy as np
 
 from slipstream.rollout import types as t
 from slipstream.rollout.allowance import Outstanding, is_ahead, may_start
+from slipstream.rollout.beat import StorageBeat
 from slipstream.rollout.client import SamplingSettings, VLLMClient
 from slipstream.rollout.concurrency import ConcurrencyCap
 from slipstream.rollout.grading import Grading
@@ -112,6 +113,7 @@ class LoopMachinery(Grading, ABC):
             config.max_concurrent_rollouts, config.num_generations, setup.kv_cache_tokens, setup.max_model_len
         )
         self._fatal: asyncio.Future[None] | None = None
+        self._beat = StorageBeat(config)
         head = config.num_sampler_logprobs if config.score_centering else 0
         self._client = VLLMClient(
             config.vllm_server_base_url,
@@ -320,6 +322,7 @@ class LoopMachinery(Grading, ABC):
         while not self._stop_event.is_set():
             now = time.monotonic()
             self._heartbeat.value = now
+            self._beat.update("generating" if self._groups else "waiting", self._handed_over)
             self._abort_stale()
             while not self._commands.empty():
                 kind, argument = self._commands.get()
@@ -365,6 +368,7 @@ class LoopMachinery(Grading, ABC):
         self._stopping = self._is_set_up = False
         self._fatal = asyncio.get_running_loop().create_future()
         self._executor = ThreadPoolExecutor(max_workers=16, thread_name_prefix="reward")
+        self._beat.start()
         await self._client.open()
         tasks: list[asyncio.Task[None]] = []
         serve = asyncio.create_task(self._serve())
@@ -393,6 +397,7 @@ class LoopMachinery(Grading, ABC):
                 await self.close()
             await self._client.close()
             self._executor.shutdown(wait=False, cancel_futures=True)
+            self._beat.stop()
 
     def run(self) -> None:
         """Run until asked to stop. Raises what went wrong."""

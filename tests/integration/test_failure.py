@@ -16,6 +16,7 @@ from slipstream.learner.failure import (
     record_departure,
     record_failure,
 )
+from slipstream.learner.inbox import InboxError
 from slipstream.learner.ledger import NothingTrained
 from slipstream.learner.live import ServerNotUsable
 from slipstream.rollout.worker import NotPicklable, RolloutWorkerError
@@ -71,6 +72,22 @@ def test_what_cannot_be_built_from_the_settings_is_final(run):
         built_wrong()
     record_failure(run, 1, 0, raised.value)
     assert first_failure(run, 1, run.log_file("learner", 1)) == ("rank 0: ValueError: no such optimizer", True)
+
+
+def from_cause(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+def test_a_cause_decides_too(run):
+    """A hub that cannot be reached is a ValueError of the data; a full disk ends the thread that receives."""
+    log = run.log_file("learner", 1)
+    with pytest.raises(ValueError, match="hub") as raised, constructing():
+        raise from_cause(ValueError("no such data on the hub"), ConnectionError("unreachable"))
+    record_failure(run, 1, 0, raised.value)
+    assert not first_failure(run, 1, log).final
+    record_failure(run, 1, 0, from_cause(InboxError("receiving failed"), OSError(errno.EDQUOT, "Quota exceeded")))
+    assert first_failure(run, 1, log).final
 
 
 def test_a_rank_that_left_has_not_failed(run):
