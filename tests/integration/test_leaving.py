@@ -22,7 +22,7 @@ from slipstream.learner.ledger import audit
 from slipstream.process import INCARNATION_ENV
 from slipstream.run_folder import RunFolder, read_json, write_json
 from tests.fault_proxy import GENERATION, FaultProxy
-from tests.learner_process import begin_attempt, finish, learner, learner_run, reach, write_prompts
+from tests.learner_process import begin_attempt, finish, learner, learner_run, ranks_of, reach, write_prompts
 from tests.learner_replay import ReplayTrainer, snapshot
 from tests.learner_resume import new_trainer
 from tests.serving_process import VllmServer, all_gone, wait_for
@@ -117,7 +117,7 @@ def leave(run: RunFolder, leader: subprocess.Popen[bytes]) -> dict[str, Any]:
     wait_for(lambda: leader.poll() is not None, "the learner's leaving", 120)
     log = run.log_file("learner", run.attempts()[-1])
     assert leader.returncode == 0, log.read_text()[-4000:]
-    assert all_gone(family)
+    wait_for(lambda: all_gone(family), "the end of every process of the learner", 30)
     assert read_json(run.path / "result.json") is None
     return exit_record(run)
 
@@ -204,12 +204,12 @@ def test_a_cancelled_learner_stops_at_once_though_a_rank_does_not_listen(
     with learner(run, 1) as leader:
         reach(run, leader, 1)
         family = psutil.Process(leader.pid).children(recursive=True)
-        for process in family:  # one that is stopped hears no TERM
+        for process in ranks_of(leader):  # one that is stopped hears no TERM
             os.kill(process.pid, signal.SIGSTOP)
         write_json(run.cancel_file, {"who": "a test", "why": "enough"})
         leader.send_signal(signal.SIGTERM)
         wait_for(lambda: leader.poll() is not None, "the leader's end", 30)
-        assert all_gone(family)
+        wait_for(lambda: all_gone(family), "the end of every process of the learner", 30)
     record = exit_record(run)
     assert (record["returncode"], record["reason"], record["left"]) == (0, "stopped by SIGTERM", None)
     assert json.loads((run.path / "cancel.json").read_text())["who"] == "a test"
