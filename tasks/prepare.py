@@ -111,14 +111,10 @@ def _resume_claimed(run: RunFolder) -> Prepared:
             if path.exists():
                 path.replace(path.with_name(f"{path.stem}-{newest_attempt(run)}.json"))
         run.assignment_file.unlink(missing_ok=True)
-    attempt = next_attempt(run, stored_config(run))
+    attempt, notes = next_attempt(run, stored_config(run))
     forgive(run, attempt)
-    fence = run.fence(attempt)
-    where = f"step {fence['step']} ({fence['checkpoint']})" if fence.get("checkpoint") else "the start"
-    notes = ["stopped what an earlier attempt left running: " + ", ".join(map(_job_text, stopped))] if stopped else []
-    notes.append(
-        f"attempt {attempt} continues from {where}" + ("" if fence.get("checkpoint") else ": no checkpoint yet")
-    )
+    if stopped:
+        notes.insert(0, "stopped what an earlier attempt left running: " + ", ".join(map(_job_text, stopped)))
     return Prepared(run, attempt, tuple(notes))
 
 

@@ -4,18 +4,21 @@ python -m slipstream.learner.leader RUN_DIR --attempt N
 """
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
-import threading
+import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
+from slipstream.learner.failure import Failure, departure
+from slipstream.learner.leave import STOP_GRACE_S, Orders
 from slipstream.learner.nodes import ROLE, Nodes, environment, torchrun_arguments
 from slipstream.node_check import NodeFault, check_node
 from slipstream.nodes import Place
-from slipstream.process import on_terminate, spawn, stop, write_exit
+from slipstream.process import INCARNATION_ENV, spawn, stop, write_exit
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 
@@ -46,56 +49,79 @@ def torchrun_command(config: RunConfig, run: RunFolder, attempt: int, place: Pla
 
 def learner_environment(config: RunConfig, run: RunFolder, place: Place) -> dict[str, str]:
     """Environment of the ranks. CUDA_VISIBLE_DEVICES stays as the cluster gave it, unless the run wants no GPU."""
-    env = {**environment(run, place), **os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    env = {
+        **environment(run, place),
+        **os.environ,
+        "TOKENIZERS_PARALLELISM": "false",
+        INCARNATION_ENV: place.incarnation,
+    }
     if config.learner.gpus == 0:
         env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     return env
 
 
 def run(run_dir: str | Path, attempt: int) -> int:
-    """Lead the learner of a run; the exit code: 0 when it finished or was stopped, else torchrun's."""
+    """Lead the learner of a run; the exit code: 0 when it finished, left or was stopped, else torchrun's."""
     folder = RunFolder.open(run_dir)
     config = read_config(folder)
     place = Place.here(config.learner.nodes)
     nodes = Nodes(folder, config, place, attempt)
     log = place.log_file(folder, ROLE, attempt)
-    woken = threading.Event()
-    stopped_by: list[str] = []
+    orders = Orders(folder, ROLE, place.incarnation, attempt)
+    orders.listen()
 
-    def on_signal(name: str) -> None:
-        stopped_by.append(name)
-        woken.set()
+    def stopped() -> str | None:
+        orders.look(time.monotonic())
+        return orders.stop
 
-    on_terminate(on_signal)
     child: subprocess.Popen[bytes] | None = None
-    code, reason = 1, "the leader failed"
+    code, ended, left = 1, Failure("the leader failed"), None
     try:
         nodes.start()
         check_node(config.learner.gpus, config.learner.processes_per_node, folder.token_file)
-        ended = nodes.assemble(lambda: stopped_by)
-        if ended is None and not stopped_by:
-            command = torchrun_command(config, folder, attempt, place)
-            child = spawn(command, log, learner_environment(config, folder, place))
-            while child.poll() is None and not stopped_by and (ended := nodes.verdict()) is None:
-                woken.wait(0.2)
-        if child is not None and child.poll() is not None and ended is None and not stopped_by:
-            code, reason = child.returncode, "finished"
-            if code != 0:
-                code, reason = nodes.why_failed(code, log, lambda: stopped_by)
-        elif ended is not None:
-            code, reason = ended
-        if stopped_by:
-            code, reason = 0, f"stopped by {stopped_by[0]}"
+        verdict = nodes.assemble(stopped)
+        if verdict is None and orders.stop is None:
+            child = spawn(
+                torchrun_command(config, folder, attempt, place), log, learner_environment(config, folder, place)
+            )
+            while child.poll() is None and stopped() is None and (verdict := nodes.verdict()) is None:
+                orders.woken.wait(0.2)
+        if orders.stop is not None and (child is None or child.poll() is None):
+            code, ended, left = 0, Failure(orders.stop), orders.left
+        elif verdict is not None:
+            code, ended = verdict[0], Failure(verdict[1])
+        elif child is not None and child.wait() != 0:
+            code, ended = nodes.why_failed(child.returncode, log, stopped)
+        else:
+            code, ended, left = how_it_ended(folder, attempt)
     except NodeFault as error:
-        reason = str(error)
+        ended = Failure(str(error))
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        ended = Failure(f"{type(error).__name__}: {error}")
     finally:
         if child is not None:
-            stop(child)
-        write_exit(folder, place.role(ROLE), place.incarnation, attempt, code, reason, log, lines=LOG_LINES)
+            stop(child, STOP_GRACE_S)
+        with contextlib.suppress(OSError):  # a full disk: the exit code says what is left to say
+            write_exit(
+                folder,
+                place.role(ROLE),
+                place.incarnation,
+                attempt,
+                code,
+                ended.reason,
+                log,
+                LOG_LINES,
+                final=ended.final,
+                left=left,
+            )
         nodes.stop()
     return code
+
+
+def how_it_ended(folder: RunFolder, attempt: int) -> tuple[int, Failure, int | None]:
+    """Exit code, reason and the step that the ranks left at (None: they did not), once torchrun has ended with 0."""
+    gone = departure(folder, attempt)
+    return (0, Failure("finished"), None) if gone is None else (0, Failure(gone[1]), gone[0])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,8 @@
 """The pipeline of a live run: the server's connection and the rollout process."""
 
+import dataclasses
 import functools
+import logging
 import queue
 import warnings
 from collections import deque
@@ -15,13 +17,15 @@ from slipstream.learner.sync import PolicySync
 from slipstream.process import new_incarnation
 from slipstream.rollout.machinery import RECENT_GROUPS
 from slipstream.rollout.setup import LoopSetup, Position
-from slipstream.rollout.types import GroupResult
+from slipstream.rollout.types import EvalResult, GroupResult
 from slipstream.rollout.worker import RolloutWorker, dump_for_child
 from slipstream.run_folder import RunFolder
 from slipstream.serving.probe import Capabilities, check
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer import AsyncGRPOTrainer
+
+logger = logging.getLogger(__name__)
 
 
 class LivePipeline(Pipeline):
@@ -43,6 +47,7 @@ class LivePipeline(Pipeline):
         )
         trainer.reporter.phase("probing the server")
         self.link.attach()
+        self.link.leaving = lambda: bool(trainer._leave.why)
         config.vllm_server_base_url = self.link.control.base_url
         self.capabilities = self.link.capabilities
         max_model_len = int(self.capabilities.max_model_len or 0)
@@ -65,7 +70,15 @@ class LivePipeline(Pipeline):
         self.worker.start()
         known = resumed[0].group_tokens if resumed else None
         self._sizes: deque[float] = deque([] if known is None else [known], maxlen=RECENT_GROUPS)
-        self._inbox = Inbox(self.worker, self._group_arrived)
+        self._last_loop_state = self.worker.setup.loop_state
+        self._inbox = Inbox(
+            self.worker,
+            self._group_arrived,
+            position=self.worker.setup.position,
+            restarts=config.rollout_worker_restarts,
+            renew=self._setup_again,
+            on_restart=self._restarted,
+        )
         self._state_requests = 0
         super().__init__(trainer, self._inbox, budget, resumed)
 
@@ -93,6 +106,25 @@ class LivePipeline(Pipeline):
             kv_cache_tokens=self.capabilities.kv_cache_tokens,
             group_tokens=resumed[0].group_tokens if resumed else None,
             server_incarnation=self.link.incarnation,
+        )
+
+    def _setup_again(self, position: Position, cost: int) -> LoopSetup:
+        """For a process that takes the place of a lost one: with the state that the loop gave last, at a checkpoint."""
+        return dataclasses.replace(
+            self.worker.setup,
+            position=position,
+            finished_cost=cost,
+            loop_state=self._last_loop_state,
+            group_tokens=self.group_tokens(),
+        )
+
+    def _restarted(self, reason: str, count: int) -> None:
+        trainer = self._trainer
+        most = trainer.args.rollout_worker_restarts
+        logger.warning("%s It is started again (%d of %d without a group in between)", reason, count, most)
+        first = self.worker.setup.position.first_unsettled
+        trainer.reporter.event(
+            "rollout_worker_restarted", trainer.state.global_step, reason=reason, count=count, first_prompt=first
         )
 
     def _group_arrived(self, group: GroupResult) -> None:
@@ -124,19 +156,21 @@ class LivePipeline(Pipeline):
         while True:
             try:
                 self._trainer._window.add_all(self.worker.metrics.get_nowait())
-            except queue.Empty:
+            except (queue.Empty, EOFError, OSError):  # a process that was killed has no more
                 break
         self._trainer._window.add_all(self._inbox.last_report())
 
     def evaluate(self, request: int) -> dict[str, float]:
-        self.worker.commands.put(("evaluate", request))
-        tend = functools.partial(self._trainer._tend_server, "evaluating")
-        return self._inbox.answer("evaluate", request, tend).metrics
+        """Raises LeaveRequested too."""
+        self._inbox.ask("evaluate", request)
+        result: EvalResult = self._inbox.answer("evaluate", request, self._trainer.while_evaluating)
+        return result.metrics
 
     def loop_state(self) -> dict[str, Any]:
         self._state_requests += 1
-        self.worker.commands.put(("state", self._state_requests))
-        return self._inbox.answer("state", self._state_requests)
+        self._inbox.ask("state", self._state_requests)
+        self._last_loop_state = self._inbox.answer("state", self._state_requests)
+        return dict(self._last_loop_state or {})
 
     def group_tokens(self) -> float | None:
         sizes = list(self._sizes)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.learner.failure import first_failure
+from slipstream.learner.failure import Failure, first_failure
 from slipstream.nodes import NodeError, Peers, Place, network_environment, node_role
 from slipstream.process import Heartbeat, how_ended
 from slipstream.run_config import RunConfig
@@ -75,14 +75,14 @@ class Nodes:
         self._next_look = now + LOOK_S
         return self._peers.verdict(now)
 
-    def why_failed(self, returncode: int, log: Path, stopped: Callable[[], object]) -> tuple[int, str]:
+    def why_failed(self, returncode: int, log: Path, stopped: Callable[[], object]) -> tuple[int, Failure]:
         """Exit code and reason after torchrun failed here: this node's own, or that of the node that broke it."""
-        own = first_failure(self._run, self._attempt, log) or f"torchrun ended {how_ended(returncode)}"
-        if self.place.nodes > 1 and _PEER_LOST.search(own):
+        own = first_failure(self._run, self._attempt, log) or Failure(f"torchrun ended {how_ended(returncode)}")
+        if self.place.nodes > 1 and _PEER_LOST.search(own.reason):
             cause = self._peers.cause(stopped)
             if cause is not None:
                 code, reason = cause
-                return code, f"{reason} (here: {own})" if code else reason
+                return code, Failure(f"{reason} (here: {own.reason})" if code else reason)
         return returncode, own
 
     def stop(self) -> None:

@@ -1,7 +1,7 @@
 """A server that is replaced while the run goes on: every rank takes part in delivering the weights to the next one."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.learner.handover import Handover
 from slipstream.learner.pipeline import Pipeline
@@ -23,10 +23,6 @@ class Delivering:
     _window: Window
     _server_absent = False
 
-    if TYPE_CHECKING:
-
-        def speak_if_silent(self) -> None: ...
-
     def _deliver(self) -> None:
         """All ranks: the weights as they are, under the version that they have."""
         self._sync.deliver(self.accelerator.unwrap_model(self.model_wrapped))
@@ -34,10 +30,10 @@ class Delivering:
     def _deliver_next_version(self) -> None:
         """All ranks: the optimizer has made a new policy."""
         begun = time.monotonic()
-        self.reporter.phase("delivering weights", step=self.state.global_step)
         if self.accelerator.num_processes > 1:
             self.accelerator.wait_for_everyone()
         waited = time.monotonic() - begun
+        self.reporter.phase("delivering weights", step=self.state.global_step)
         times = self._sync.advance(self.accelerator.unwrap_model(self.model_wrapped))
         if self._pipeline is not None:
             self._pipeline.set_version(self._sync.version)
@@ -47,11 +43,6 @@ class Delivering:
             add("perf/weight_sync_pause_s", times.pause_s)
             add("perf/weight_sync_barrier_s", waited)
             add("perf/weight_sync_transfer_s", times.transfer_s)
-
-    def while_waiting(self) -> None:
-        """On rank 0, now and then while it waits for samples."""
-        self.speak_if_silent()
-        self._tend_server("waiting for rollouts")
 
     def _tend_server(self, doing: str) -> None:
         """On rank 0, while the others wait for its word: where another server has come, all deliver to it.

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from slipstream.learner.failure import record_departure
 from slipstream.process import Heartbeat
 from slipstream.run_folder import LEDGER, RunFolder, append_jsonl, write_json
 
@@ -66,3 +67,9 @@ class Reporter:
         """The run's result: its presence says that the learner has finished."""
         if self._run is not None:
             write_json(self._run.path / "result.json", {"attempt": self._attempt, "time": time.time(), **value})
+
+    def left(self, step: int, reason: str) -> None:
+        """The ranks have left at this step, because they were told to: the leader's exit record will say so."""
+        if self._run is not None:
+            record_departure(self._run, self._attempt, step, reason)
+            self.event("left", step, reason=reason)

@@ -30,6 +30,8 @@ class ServerGone(RuntimeError):
 class ServerNotUsable(RuntimeError):
     """The server lacks something; the message says with which flag to restart it."""
 
+    final = True
+
 
 class ServerReplaced(GroupError):
     """The server was replaced while it was sent to."""

@@ -9,6 +9,7 @@ its own HOST and publishes it in the file that SLIPSTREAM_MEETING names; the oth
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -142,6 +143,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the leader's; inherited by the ranks and all that they start
     rendezvous_handler_registry.register(BACKEND, _create)
     return torchrun([f"--rdzv-backend={BACKEND}", *(sys.argv[1:] if arguments is None else arguments)])
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from slipstream.nodes import NodeError, Place, free_port
 from slipstream.process import (
+    TERMINATE_GRACE_S,
     Heartbeat,
     how_ended,
     last_lines,
@@ -44,6 +45,7 @@ PORT_TRIES = 5
 WATCH_INTERVAL_S = 5.0
 CALL_TIMEOUT_S = 30.0
 REPLACED = "replaced by another job"
+CANCEL_GRACE_S = 3.0
 PORT_TAKEN = re.compile(r"address already in use|errno 98", re.IGNORECASE)
 
 
@@ -150,7 +152,7 @@ class Leader:
 
     def _end_child(self) -> None:
         if self._child is not None:
-            stop(self._child)
+            stop(self._child, CANCEL_GRACE_S if self.run.cancel_file.exists() else TERMINATE_GRACE_S)
         if self._guard is not None:
             self._guard.release()
 

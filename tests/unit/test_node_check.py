@@ -221,4 +221,6 @@ def test_ranks_that_did_not_come(present: dict[int, str], hosts: list[str], expe
 def test_the_leader_hands_on_a_blame_as_it_is(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path, "run")
     record_failure(run, 1, 3, NodeFault("node n2: rank 3 did not come"))
-    assert first_failure(run, 1, tmp_path / "no.log") == "node n2: rank 3 did not come"
+    found = first_failure(run, 1, tmp_path / "no.log")
+    assert found is not None
+    assert found.reason == "node n2: rank 3 did not come"
