@@ -107,6 +107,7 @@ async def test_groups_in_flight_on_a_server_that_falls_silent_are_generated_by_t
         AsyncRolloutLoop,
         setup={"server_incarnation": "one", "group_tokens": 10.0},
         run_dir=str(run.path),
+        attempt=1,
         max_concurrent_rollouts=24,
         log_completions=False,
     )
