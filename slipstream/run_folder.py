@@ -102,6 +102,16 @@ def append_jsonl(path: Path, value: Any) -> None:
         file.write(json.dumps(value) + "\n")
 
 
+def sync_file(path: Path) -> None:
+    """Make what was appended to `path` durable, where it is there. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
 def read_jsonl(path: Path) -> list[Any]:
     """All objects in the lines of `path`; a torn last line (the writer died) and whatever is no object are left out."""
     try:

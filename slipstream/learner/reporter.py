@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.learner.failure import record_departure
 from slipstream.process import Heartbeat
-from slipstream.run_folder import LEDGER, RunFolder, append_jsonl, write_json
+from slipstream.run_folder import LEDGER, RunFolder, append_jsonl, sync_file, write_json
 
 
 class Reporter:
@@ -51,6 +51,13 @@ class Reporter:
     def ledger(self, line: dict[str, Any]) -> None:
         if self._records is not None:
             append_jsonl(self._records / LEDGER, line)
+
+    def sync(self) -> None:
+        """Make ledger and metrics durable: a checkpoint must not know more than they do. Raises OSError."""
+        if self._folder is not None:
+            sync_file(self._folder / "metrics.jsonl")
+        if self._records is not None:
+            sync_file(self._records / LEDGER)
 
     def event(self, kind: str, step: int, **values: Any) -> None:
         if self._records is not None:

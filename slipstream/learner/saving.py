@@ -80,6 +80,7 @@ class Saving:
             if self._pipeline is not None:
                 write_json(path / WINDOW_FILE, window.state())
                 self._pipeline.write_state(path, self.state.global_step, self._sync.version)
+                self.reporter.sync()
                 ckpt.seal(path)
                 self._saved_bytes = written_bytes(path)
                 self._rotate(path.parent, limit)
