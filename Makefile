@@ -1,4 +1,4 @@
-.PHONY: setup demo test test-fast test-slurm lint clean
+.PHONY: setup demo test test-fast test-integration test-slurm test-full lint clean
 
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -23,14 +23,20 @@ test-fast: setup  ## types, style and the unit tests
 	@$(MAKE) --no-print-directory lint
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 tests/unit
 
-test: setup  ## everything: unit tests, exactness of model and loss, then real servers, learners and flows
+test: setup  ## everything that runs here: unit tests, exactness of model and loss, real servers, learners and flows, a real SLURM
 	@$(MAKE) --no-print-directory lint
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 tests/unit tests/model
-	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/integration
+	@$(MAKE) --no-print-directory -j 2 --output-sync=line test-integration test-slurm
 
-test-slurm: setup  ## the SLURM test bed (root, Debian)
+test-integration: setup  ## real servers, learners and flows on this machine
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --durations=10 tests/integration
+
+test-slurm: setup  ## runs on a real SLURM: the test bed (root, Debian), skipped with the reason where there can be none
 	@$(PY) slurm/testbed install --if-possible
-	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/slurm
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --durations=10 -m "not full" tests/slurm
+
+test-full: test  ## and every row of the recovery table with real servers and learners
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --durations=10 -m full tests/slurm
 
 clean:
 	rm -rf .venv .venv-vllm runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,6 +13,7 @@ from slipstream.config_file import ConfigError, Problem
 from slipstream.config_rules import remarks
 from slipstream.preflight_model import find_model, model_problems
 from slipstream.preflight_prompts import prompt_problems
+from slipstream.preflight_room import room_problems
 from slipstream.run_config import RunConfig, TrainerSection
 from slipstream.serving.command import CommandError, vllm_python
 from slipstream.tracking import report_problems
@@ -46,6 +47,7 @@ def preflight(config: RunConfig) -> list[Problem]:
         problems += model_problems(model, config)
         if dataset is not None:
             problems += prompt_problems(config, model, dataset)
+        problems += room_problems(model, config)
     return [*problems, *without_effect(config), *_server(config), *_machine(config), *_integrations(config)]
 
 

@@ -190,7 +190,7 @@ class TrainerSection(Section):
         title="Server timeout",
         gt=0,
         le=MOST_SECONDS,
-        description="Seconds for one call to the server, start-up included.",
+        description="Seconds for one call to the server, start-up included, and most seconds without any server in a run.",
     )
 
     # --- loss
@@ -299,7 +299,10 @@ class ServerSection(Section):
     )
     gpus: int = Field(1, title="GPUs", ge=0, description="GPUs of a server node; 0: CPU.")
     tensor_parallel_size: int = Field(
-        1, title="Tensor parallel", ge=1, description="GPUs that one engine is split over."
+        1,
+        title="Tensor parallel",
+        ge=1,
+        description="GPUs that one engine is split over; more than a node has: it spans nodes.",
     )
     data_parallel_size: int = Field(1, title="Data parallel", ge=1, description="Engines behind one address.")
     nodes: int = Field(1, title="Nodes", ge=1, description="Server nodes.")
@@ -330,12 +333,41 @@ class ServerSection(Section):
         wrong = [line for line in self.environment if "=" not in line or not line.split("=", 1)[0].isidentifier()]
         if wrong:
             problems.append(("environment", wrong, 'each entry must be "NAME=VALUE"'))
-        if self.gpus and self.tensor_parallel_size > self.gpus:
-            message = f"is more than gpus = {self.gpus}: raise gpus or lower it"
-            problems.append(("tensor_parallel_size", self.tensor_parallel_size, message))
+        problems += self._parallel_problems()
         if problems:
             raise Impossible(problems)
         return self
+
+    def _parallel_problems(self) -> list[tuple[str, Any, str]]:
+        """What cannot be spread over the nodes and GPUs as it was asked for."""
+        tensor, data, nodes, gpus = self.tensor_parallel_size, self.data_parallel_size, self.nodes, self.gpus
+        problems: list[tuple[str, Any, str]] = []
+        if nodes == 1:
+            if gpus and tensor > gpus:
+                problems.append(("tensor_parallel_size", tensor, f"is more than gpus = {gpus}: raise gpus or lower it"))
+            elif gpus and tensor * data > gpus:
+                message = f"times tensor_parallel_size = {tensor} is more than gpus = {gpus}: raise gpus or lower it"
+                problems.append(("data_parallel_size", data, message))
+            return problems
+        if self.command and self.command[-1] == "vllm.entrypoints.openai.api_server":
+            message = f"has no engines without an API server, which nodes = {nodes} needs: let it end in `vllm serve`"
+            problems.append(("command", self.command, message))
+        if gpus == 0:
+            if tensor > 1:
+                problems.append(("tensor_parallel_size", tensor, "needs GPUs: set gpus, or leave it at 1"))
+            if data % nodes:
+                message = f"is no multiple of nodes = {nodes}: set it to {nodes}, one engine a node"
+                problems.append(("data_parallel_size", data, message))
+        elif tensor * data != nodes * gpus:
+            way_out = f"set it to {nodes * gpus // tensor}" if nodes * gpus % tensor == 0 else "change either"
+            message = f"times tensor_parallel_size = {tensor} is not nodes * gpus = {nodes} * {gpus} = {nodes * gpus}: {way_out}"
+            problems.append(("data_parallel_size", data, message))
+        elif gpus % tensor and tensor % gpus:
+            message = (
+                f"neither divides gpus = {gpus} nor is a multiple of it: an engine has to fill nodes, or fit into one"
+            )
+            problems.append(("tensor_parallel_size", tensor, message))
+        return problems
 
 
 class LearnerSection(Section):

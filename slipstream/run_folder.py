@@ -102,6 +102,16 @@ def append_jsonl(path: Path, value: Any) -> None:
         file.write(json.dumps(value) + "\n")
 
 
+def sync_file(path: Path) -> None:
+    """Make what was appended to `path` durable, where it is there. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
 def read_jsonl(path: Path) -> list[Any]:
     """All objects in the lines of `path`; a torn last line (the writer died) and whatever is no object are left out."""
     try:
@@ -210,6 +220,19 @@ class RunFolder:
         assignment = self.assignment()
         named = assignment.get(role) or assignment.get("allocation")
         return bool(assignment) and named != incarnation
+
+    def endpoint(self, attempt: int) -> dict[str, Any] | None:
+        """The server that counts for `attempt`, or None: the assigned one; where none is assigned, the attempt's own."""
+        try:
+            value = read_json(self.endpoint_file())
+        except (ValueError, OSError):
+            return None
+        if not isinstance(value, dict) or "url" not in value:
+            return None
+        assignment = self.assignment()
+        assigned = assignment.get("server") or assignment.get("allocation")
+        counts = value.get("incarnation") == assigned if assigned else value.get("attempt") == attempt
+        return value if counts else None
 
     def leave_file(self, incarnation: str) -> Path:
         """Written by the leader of a job whose time is up; its ranks save at the same step, and leave."""

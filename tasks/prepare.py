@@ -5,16 +5,18 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.backends import backend_of
 from cluster.jobs import JobRecord
 from cluster.profile import ClusterError, ClusterProfile, load_profile
 from slipstream.config_file import ConfigError, Problem, dump_config
+from slipstream.process import HEARTBEAT_INTERVAL_S
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, new_run_id, read_json, write_atomic, write_json
 from tasks.interrupt import uninterrupted
 from tasks.lease import claim, release
-from tasks.observe import newest_attempt
+from tasks.observe import heartbeat, newest_attempt
 from tasks.outcome import NothingToResume
 from tasks.records import forgive, log_event
 from tasks.start import next_attempt
@@ -102,6 +104,13 @@ def _resume_claimed(run: RunFolder) -> Prepared:
     with uninterrupted():
         backend.adopt(run)
         live = live_jobs(run, backend)
+        if away := [job for job in live if job.executor == "local" and job.host != socket.gethostname()]:
+            if still_beats(run):
+                hosts = ", ".join(sorted({job.host for job in away}))
+                raise NothingToResume(
+                    f"{run.run_id} runs on {hosts}, and only there its processes can be seen: resume it there"
+                )
+            live = [job for job in live if job not in away]  # that machine is gone; fences void what it may still write
         if live and not ended:
             note = "took over what runs: " + ", ".join(map(_job_text, live))
             log_event(run, newest_attempt(run), note)
@@ -111,15 +120,27 @@ def _resume_claimed(run: RunFolder) -> Prepared:
             if path.exists():
                 path.replace(path.with_name(f"{path.stem}-{newest_attempt(run)}.json"))
         run.assignment_file.unlink(missing_ok=True)
-    attempt = next_attempt(run, stored_config(run))
+    attempt, notes = next_attempt(run, stored_config(run))
     forgive(run, attempt)
-    fence = run.fence(attempt)
-    where = f"step {fence['step']} ({fence['checkpoint']})" if fence.get("checkpoint") else "the start"
-    notes = ["stopped what an earlier attempt left running: " + ", ".join(map(_job_text, stopped))] if stopped else []
-    notes.append(
-        f"attempt {attempt} continues from {where}" + ("" if fence.get("checkpoint") else ": no checkpoint yet")
-    )
+    if stopped:
+        notes.insert(0, "stopped what an earlier attempt left running: " + ", ".join(map(_job_text, stopped)))
     return Prepared(run, attempt, tuple(notes))
+
+
+def still_beats(run: RunFolder, patience_s: float = 3 * HEARTBEAT_INTERVAL_S) -> bool:
+    """Whether any part of the run gives a sign of life within `patience_s`."""
+
+    def counters() -> dict[str, Any]:
+        return {
+            path.stem: heartbeat(run, path.stem).get("counter") for path in (run.path / "heartbeats").glob("*.json")
+        }
+
+    before, end = counters(), time.monotonic() + patience_s
+    while time.monotonic() < end:
+        if counters() != before:
+            return True
+        time.sleep(0.2)
+    return False
 
 
 def _job_text(job: JobRecord) -> str:

@@ -27,7 +27,7 @@ def start_role(
     attempt = newest_attempt(run)
     with uninterrupted(deliver_after=True), origin(run):
         if role in LEARNERS and any(job.role in LEARNERS for job in read_jobs(run, attempt)):
-            attempt = next_attempt(run, config)
+            attempt, _ = next_attempt(run, config)
         request = JobRequest(
             role=role,
             attempt=attempt,
@@ -50,18 +50,21 @@ def start_role(
     return job
 
 
-def next_attempt(run: RunFolder, config: RunConfig) -> int:
-    """A new attempt from the newest complete checkpoint. An external server is probed again for it."""
-    from slipstream.learner.checkpoint import latest_complete, ledger_known
+def next_attempt(run: RunFolder, config: RunConfig) -> tuple[int, list[str]]:
+    """A new attempt from the newest complete checkpoint, and what is to be said of it. The old learner must be dead:
+    checkpoints that are not complete are set aside. An external server is probed again."""
+    from slipstream.learner.checkpoint import ledger_known, resume_point
 
-    found = latest_complete(run)
+    found, notes = resume_point(run)
     checkpoint, step = (str(Path(found[0]).relative_to(run.path)), found[1]) if found else (None, 0)
     attempt = run.begin_attempt(checkpoint, step, ledger_known(found[0]) if found else None)
     where = f"step {step} ({checkpoint})" if found else "the start: there is no complete checkpoint"
-    log_event(run, attempt, f"attempt {attempt} continues from {where}")
+    notes.append(f"attempt {attempt} continues from {where}")
+    for note in notes:
+        log_event(run, attempt, note)
     if config.server.url:
         attach(run, attempt, config)
-    return attempt
+    return attempt, notes
 
 
 def attach(run: RunFolder, attempt: int, config: RunConfig) -> None:

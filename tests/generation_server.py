@@ -65,6 +65,8 @@ class GenerationServer:
         self.headers: list[Any] = []
         self.running = self.peak = 0  # sequences under way
         self.metrics: str | None = None  # the text of /metrics; None: there is no such route
+        self.healthy, self.label = True, "default"  # what /health and /weight_info say
+        self.asked = 0  # how often /health was
         self.url, self.model = "", "m"
 
     async def __aenter__(self) -> "GenerationServer":
@@ -72,6 +74,8 @@ class GenerationServer:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/weight_info", self._weight_info)
         self._runner = web.AppRunner(app, handler_cancellation=True)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024).start()
@@ -80,6 +84,13 @@ class GenerationServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        self.asked += 1
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _weight_info(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"weight_version": self.label})
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         return web.Response(status=404) if self.metrics is None else web.Response(text=self.metrics)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from slipstream.config_file import dump_config
-from slipstream.learner.checkpoint import latest_complete
+from slipstream.learner.checkpoint import latest_complete, ledger_known
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json, write_atomic, write_json
 from tests.serving_process import VllmServer, wait_for
@@ -70,7 +70,7 @@ def begin_attempt(run: RunFolder, server: VllmServer) -> int:
     """Claim the next attempt, from the newest complete checkpoint, with `server` as its endpoint."""
     found = latest_complete(run)
     checkpoint, step = (str(found[0].relative_to(run.path)), found[1]) if found else (None, 0)
-    attempt = run.begin_attempt(checkpoint, step)
+    attempt = run.begin_attempt(checkpoint, step, ledger_known(found[0]) if found else None)
     endpoint = {"url": server.base_url, "incarnation": "test", "attempt": attempt, "model": str(server.model)}
     write_json(run.endpoint_file(), {**endpoint, "authenticated": True, "capabilities": {}})
     return attempt
@@ -93,7 +93,7 @@ def learner(run: RunFolder, attempt: int) -> Iterator[subprocess.Popen[bytes]]:
         yield leader
     finally:
         if leader.poll() is None:
-            leader.send_signal(signal.SIGTERM)
+            leader.send_signal(signal.SIGINT)  # at once; TERM lets it save first
             try:
                 leader.wait(60)
             except subprocess.TimeoutExpired:
@@ -114,9 +114,28 @@ def ranks_of(leader: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return found
 
 
+def rollout_process(leader: subprocess.Popen[bytes]) -> psutil.Process:
+    """The only process that a rank has spawned through multiprocessing."""
+    found = [
+        p for rank in ranks_of(leader) for p in rank.children() if any("spawn_main" in word for word in p.cmdline())
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
 def step_of(run: RunFolder) -> int:
     """The step that the learner's heartbeat names."""
     return int((read_json(run.heartbeat_file("learner")) or {}).get("step", 0))
+
+
+def reach(run: RunFolder, leader: subprocess.Popen[bytes], step: int) -> None:
+    """Wait until the learner has finished this step; fails where it ends before."""
+
+    def reached() -> bool:
+        assert leader.poll() is None, run.log_file("learner", run.attempts()[-1]).read_text()[-4000:]
+        return step_of(run) >= step
+
+    wait_for(reached, f"step {step}", FINISH_S)
 
 
 def finish(run: RunFolder, leader: subprocess.Popen[bytes], attempt: int) -> dict[str, Any]:

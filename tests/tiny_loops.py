@@ -5,6 +5,8 @@ import signal
 import sys
 import time
 
+from slipstream.rollout.types import EndOfData, GroupResult
+
 
 class TinyLoop:
     """Takes what the rollout process hands to every loop; `reward_funcs` and `setup` as the trainer gave them."""
@@ -91,3 +93,77 @@ class Floods(TinyLoop):
 
 def length_reward(completion_ids, **kwargs):
     return [len(ids) for ids in completion_ids]
+
+
+class HandsOver(TinyLoop):
+    """Hands over an empty group for each prompt from its position on, slowly, then says that the data has ended."""
+
+    pause_s = 0.05
+
+    def run(self):
+        for number in self.setup.position.numbers(self.setup.end):
+            self.hand_over(number)
+            self.pause()
+        self.buffer.put(EndOfData(0))
+        self.until_stopped()
+
+    def hand_over(self, number):
+        self.buffer.put(GroupResult(number, 0, number, number, [], {"filtered": 1}, cost=10))
+
+    def pause(self):
+        self.heartbeat.value = time.monotonic()
+        time.sleep(self.pause_s)
+
+    def until_stopped(self):
+        while not self.stop.is_set():
+            self.pause()
+            while not self.commands.empty():
+                kind, request = self.commands.get()
+                self.buffer.put((kind, request, {"first": self.setup.position.first_unsettled}))
+
+    @property
+    def is_first(self):
+        return self.setup.position.first_unsettled == 0
+
+    def flush(self):
+        """Until the receiver has what was handed over."""
+        while self.buffer._buffer:
+            self.pause()
+        time.sleep(0.2)
+
+
+class DiesAtOnce(HandsOver):
+    def run(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesAfterEach(HandsOver):
+    def hand_over(self, number):
+        super().hand_over(number)
+        self.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class AnswersInItsSecondLife(HandsOver):
+    """Takes a question with it to its end."""
+
+    def run(self):
+        if not self.is_first:
+            return super().run()
+        self.hand_over(0)
+        while self.commands.empty():
+            self.pause()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class WritesSlowly(HandsOver):
+    """Dies while half of its second group is written: the receiver is kept from reading it in time by its size."""
+
+    def run(self):
+        if self.is_first:
+            self.hand_over(0)
+            self.flush()
+            half = (10_000_000).to_bytes(4, "big") + b"x" * 1000  # the length that a message begins with, and less
+            os.write(self.buffer._writer.fileno(), half)
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().run()

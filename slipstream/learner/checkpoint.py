@@ -28,6 +28,20 @@ _OPTIONAL_ARRAYS = ("candidate_ids", "candidate_offsets")
 class CheckpointError(Exception):
     """A checkpoint is incomplete, damaged, or of another run."""
 
+    final = False  # a restart begins from another one
+
+
+class OtherData(CheckpointError):
+    """A checkpoint was made with other data than the run has now."""
+
+    final = True
+
+
+class NotWritten(CheckpointError):
+    """A checkpoint could not be written, or has no room."""
+
+    final = True
+
 
 def _digest(path: Path) -> str:
     sha = hashlib.sha256()
@@ -65,34 +79,46 @@ def verify(checkpoint: Path, checksums: bool = True) -> None:
     """Raise CheckpointError where the checkpoint is not complete, naming the file; sizes only if not `checksums`."""
     try:
         marker = read_json(checkpoint / MARKER)
-    except ValueError as error:
+        files = None if marker is None else {str(name): entry for name, entry in marker["files"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint}: {MARKER} is damaged: {error}") from error
-    if marker is None:
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint}: {MARKER} cannot be read: {error}") from error
+    if files is None:
         raise CheckpointError(f"{checkpoint} is not complete: it has no {MARKER}, so the process died while writing it")
-    for name, expected in marker["files"].items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise CheckpointError(f"{checkpoint} is damaged: {name} is missing")
-        if path.stat().st_size != expected["bytes"]:
-            raise CheckpointError(
-                f"{checkpoint} is damaged: {name} has {path.stat().st_size} bytes of {expected['bytes']}"
-            )
-        if checksums and _digest(path) != expected["sha256"]:
-            raise CheckpointError(f"{checkpoint} is damaged: {name} has another checksum than when it was written")
+    for name, expected in files.items():
+        try:
+            _verify_file(checkpoint, name, expected, checksums)
+        except OSError as error:
+            raise CheckpointError(f"{checkpoint} is damaged: {name} cannot be read: {error}") from error
+
+
+def _verify_file(checkpoint: Path, name: str, expected: dict[str, Any], checksums: bool) -> None:
+    path = checkpoint / name
+    if not path.is_file():
+        raise CheckpointError(f"{checkpoint} is damaged: {name} is missing")
+    if path.stat().st_size != expected["bytes"]:
+        raise CheckpointError(f"{checkpoint} is damaged: {name} has {path.stat().st_size} bytes of {expected['bytes']}")
+    if checksums and _digest(path) != expected["sha256"]:
+        raise CheckpointError(f"{checkpoint} is damaged: {name} has another checksum than when it was written")
+
+
+def _numbered(output_dir: Path) -> list[tuple[int, Path]]:
+    """(step, path) of all checkpoints in an output_dir, whole or not, ascending."""
+    found = [(match, path) for path in output_dir.glob("checkpoint-*") if (match := _NAME.match(path.name))]
+    return sorted((int(match[1]), path) for match, path in found if path.is_dir())
 
 
 def complete_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     """(step, path) of the complete checkpoints in an output_dir, ascending; sizes are checked, checksums are not."""
-    found = []
-    for path in output_dir.glob("checkpoint-*"):
-        match = _NAME.match(path.name)
-        if match and path.is_dir():
-            try:
-                verify(path, checksums=False)
-            except CheckpointError:
-                continue
-            found.append((int(match[1]), path))
-    return sorted(found)
+    return [(step, path) for step, path in _numbered(output_dir) if is_whole(path)]
+
+
+def _candidates(run: RunFolder) -> list[tuple[int, int, Path]]:
+    """Step, attempt and path of all checkpoints that no later attempt's fence makes void, whole or not, newest first."""
+    limits = run.void_after()
+    found = [(step, attempt, path) for attempt in run.attempts() for step, path in _numbered(run.output(attempt))]
+    return sorted((c for c in found if c[1] not in limits or c[0] <= limits[c[1]]), reverse=True)
 
 
 def latest_complete(run: RunFolder) -> tuple[Path, int] | None:
@@ -101,19 +127,42 @@ def latest_complete(run: RunFolder) -> tuple[Path, int] | None:
     What an attempt wrote beyond the checkpoint that a later attempt's fence names does not count. A checkpoint whose
     checksums do not match is passed over.
     """
-    limits = run.void_after()
-    candidates = []
-    for attempt in run.attempts():
-        for step, path in complete_checkpoints(run.output(attempt)):
-            if attempt not in limits or step <= limits[attempt]:
-                candidates.append((step, attempt, path))
-    for step, _, path in sorted(candidates, key=lambda c: (c[0], c[1]), reverse=True):
+    for step, _, path in _candidates(run):
         try:
             verify(path)
         except CheckpointError:
             continue
         return path, step
     return None
+
+
+def resume_point(run: RunFolder) -> tuple[tuple[Path, int] | None, list[str]]:
+    """`latest_complete`; checkpoints that are newer but broken are set aside on the way, and named in words.
+
+    Set aside means renamed to `….bad`, or only named where the storage takes no change. Call it only while nothing
+    writes to the run: an unfinished checkpoint cannot be told from one that is being written.
+    """
+    notes = []
+    for step, _, path in _candidates(run):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            notes.append(f"{_set_aside(path)}: {error}")
+            continue
+        return (path, step), notes
+    return None, notes
+
+
+def _set_aside(checkpoint: Path) -> str:
+    """Give a broken checkpoint another name; what was done, in words."""
+    number = 1
+    while (bad := checkpoint.with_name(f"{checkpoint.name}.bad{'' if number == 1 else number}")).exists():
+        number += 1
+    try:
+        checkpoint.rename(bad)
+    except OSError as error:
+        return f"{checkpoint.name} is passed over (it cannot be renamed: {error.strerror or error})"
+    return f"{checkpoint.name} was set aside as {bad}"
 
 
 def ledger_known(checkpoint: Path) -> tuple[int, int] | None:
@@ -131,12 +180,44 @@ def rotate(output_dir: Path, keep: int | None) -> None:
     complete = complete_checkpoints(output_dir)
     kept = {path for _, path in complete[-keep:]}
     newest = complete[-1][0] if complete else -1
-    for path in output_dir.glob("checkpoint-*"):
-        match = _NAME.match(path.name)
-        if match and path not in kept and int(match[1]) < newest:
-            # without its marker first: a deletion cut short must not look like a checkpoint
-            (path / MARKER).unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
+    for step, path in _numbered(output_dir):
+        if path not in kept and step < newest:
+            _delete(path)
+
+
+def rotate_attempts(run: RunFolder, attempt: int, keep: int | None) -> None:
+    """`rotate` over all attempts, once `attempt` has sealed a checkpoint: until then the one that it started from stays.
+
+    What is void by a later fence goes as well. Where `attempt` is not the newest any more, nothing is deleted: the newest
+    one started from some checkpoint, and this process may not know which.
+    """
+    own = complete_checkpoints(run.output(attempt))
+    if keep is None or not own or run.attempts()[-1:] != [attempt]:
+        return
+    complete = [(step, a, path) for step, a, path in _candidates(run) if a != attempt and is_whole(path)]
+    complete = sorted([*complete, *((step, attempt, path) for step, path in own)])
+    kept = {path for _, _, path in complete[-keep:]}
+    newest = own[-1][0]
+    for a in run.attempts():
+        for step, path in _numbered(run.output(a)):
+            # an unfinished one that is newer may be under way
+            if path not in kept and (step < newest or (a != attempt and is_whole(path))):
+                _delete(path)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether it is sealed and its files have their sizes."""
+    try:
+        verify(checkpoint, checksums=False)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _delete(checkpoint: Path) -> None:
+    # without its marker first: a deletion cut short must not look like a checkpoint
+    (checkpoint / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -202,7 +283,7 @@ class RolloutState:
             raise CheckpointError(f"{checkpoint / STATE_FILE} is damaged: {error!r}") from error
 
     def check_same_data(self, fingerprint: str, length: int | None, shuffle: bool, seed: int) -> None:
-        """Raise CheckpointError where a resume would visit other prompts, or in another order."""
+        """Raise OtherData where a resume would visit other prompts, or in another order."""
         for key, old, new in (
             ("length of the dataset", self.dataset_length, length),
             ("content of the dataset (fingerprint)", self.dataset_fingerprint, fingerprint),
@@ -210,7 +291,7 @@ class RolloutState:
             ("seed of the order", self.seed, seed),
         ):
             if old != new:
-                raise CheckpointError(
+                raise OtherData(
                     f"the checkpoint was made with another dataset or order: {key} was {old}, now it is {new}. Prompts "
                     "would be skipped or trained twice; resume with the same data, or start a new run from this model"
                 )

@@ -54,6 +54,7 @@ class SampleFeed:
             deque()
         )  # groups that a draft of another version took and the next did not need
         self._draft: Draft | None = None
+        self._gone: set[int] = set()  # ids of held samples that the draft has dropped, until its step is taken over
         self._warned_oversize = False
         self.make_plan = make_plan
         self.waiting_since: float | None = None
@@ -71,13 +72,15 @@ class SampleFeed:
 
     def held_of(self, numbers: set[int]) -> list[Sample]:
         """The samples of these prompts that wait here, for a checkpoint."""
-        return [sample for group in self._held for sample in group if sample.number in numbers]
+        found = [sample for group in self._held for sample in group if sample.number in numbers]
+        return [sample for sample in found if id(sample) not in self._gone]
 
     def next_step(self, version: int, following: int | None = None) -> StepPlan | None:
         """The next step, to be trained at policy `version`; None when the data has ended. Blocks.
 
         `following`: the version at which the step after it will be trained, which is drafted from now on; None: there is
         none. Without staleness nothing of it can be there before that version, so that nothing is drafted either.
+        What `while_waiting` raises ends the waiting: the draft is thrown away, but what it dropped by then stays dropped.
         """
         begun = self.waiting_since = time.monotonic()
         self._account.publish()
@@ -87,12 +90,16 @@ class SampleFeed:
         self._window.add("rollout/queue_size", self._source.num_samples + draft.num_taken)
         try:
             self._wait(draft)
+        except BaseException:
+            draft.abandoned = True
+            raise
         finally:
             self._source.step_planned()
             self.waiting_since = None
         if draft.error is not None:
             raise draft.error
         self._held, self._again = draft.held, draft.again
+        self._gone.clear()
         plan = draft.plan
         if plan is None:
             return None
@@ -142,6 +149,7 @@ class SampleFeed:
                 self._ledger.arrived(event)
                 continue
             self._ledger.dropped(event.sample, event.reason)
+            self._gone.add(id(event.sample))
             if event.reason == OVERSIZE and not self._warned_oversize:
                 self._warned_oversize = True
                 self._warn(

@@ -4,20 +4,24 @@ python -m slipstream.learner.leader RUN_DIR --attempt N
 """
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
-import threading
+import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.learner.failure import first_failure
-from slipstream.process import how_ended, new_incarnation, on_terminate, spawn, stop, write_exit
+from slipstream.learner.failure import Failure, departure
+from slipstream.learner.leave import STOP_GRACE_S, Orders
+from slipstream.learner.nodes import ROLE, Nodes, environment, torchrun_arguments
+from slipstream.node_check import NodeFault, check_node
+from slipstream.nodes import Place
+from slipstream.process import INCARNATION_ENV, spawn, stop, write_exit
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 
-ROLE = "learner"
 LOG_LINES = 60  # torchrun's own traceback and summary, about 40, come after the ranks'
 
 
@@ -26,16 +30,14 @@ def read_config(run: RunFolder) -> RunConfig:
     return RunConfig.model_validate(tomllib.loads(run.run_file.read_text(encoding="utf-8")))
 
 
-def torchrun_command(config: RunConfig, run: RunFolder, attempt: int) -> list[str]:
+def torchrun_command(config: RunConfig, run: RunFolder, attempt: int, place: Place) -> list[str]:
     """The command that starts all ranks of this node. No restarts of its own: the run has one decider."""
     python = config.learner.python or sys.executable
     return [
         python,
         "-m",
         "slipstream.learner.torchrun",
-        "--nnodes=1",
-        "--rdzv-endpoint=127.0.0.1:0",
-        f"--rdzv-id={run.run_id}",
+        *torchrun_arguments(config, run, place),
         f"--nproc-per-node={config.learner.processes_per_node}",
         "--max-restarts=0",
         "-m",
@@ -45,48 +47,81 @@ def torchrun_command(config: RunConfig, run: RunFolder, attempt: int) -> list[st
     ]
 
 
-def learner_environment(config: RunConfig) -> dict[str, str]:
-    """Environment of the ranks."""
-    env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "TOKENIZERS_PARALLELISM": "false"}
+def learner_environment(config: RunConfig, run: RunFolder, place: Place) -> dict[str, str]:
+    """Environment of the ranks. CUDA_VISIBLE_DEVICES stays as the cluster gave it, unless the run wants no GPU."""
+    env = {
+        **environment(run, place),
+        **os.environ,
+        "TOKENIZERS_PARALLELISM": "false",
+        INCARNATION_ENV: place.incarnation,
+    }
     if config.learner.gpus == 0:
         env.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     return env
 
 
 def run(run_dir: str | Path, attempt: int) -> int:
-    """Lead the learner of a run; the exit code: 0 when it finished or was stopped, else torchrun's."""
+    """Lead the learner of a run; the exit code: 0 when it finished, left or was stopped, else torchrun's."""
     folder = RunFolder.open(run_dir)
     config = read_config(folder)
-    incarnation = new_incarnation()
-    log = folder.log_file(ROLE, attempt)
-    woken = threading.Event()
-    stopped_by: list[str] = []
+    place = Place.here(config.learner.nodes)
+    nodes = Nodes(folder, config, place, attempt)
+    log = place.log_file(folder, ROLE, attempt)
+    orders = Orders(folder, ROLE, place.incarnation, attempt)
+    orders.listen()
 
-    def on_signal(name: str) -> None:
-        stopped_by.append(name)
-        woken.set()
+    def stopped() -> str | None:
+        orders.look(time.monotonic())
+        return orders.stop
 
-    on_terminate(on_signal)
     child: subprocess.Popen[bytes] | None = None
-    code, reason = 1, "the leader failed"
+    code, ended, left = 1, Failure("the leader failed"), None
     try:
-        child = spawn(torchrun_command(config, folder, attempt), log, learner_environment(config))
-        while child.poll() is None and not stopped_by:
-            woken.wait(0.2)
-        if stopped_by:
-            code, reason = 0, f"stopped by {stopped_by[0]}"
+        nodes.start()
+        check_node(config.learner.gpus, config.learner.processes_per_node, folder.token_file)
+        verdict = nodes.assemble(stopped)
+        if verdict is None and orders.stop is None:
+            child = spawn(
+                torchrun_command(config, folder, attempt, place), log, learner_environment(config, folder, place)
+            )
+            while child.poll() is None and stopped() is None and (verdict := nodes.verdict()) is None:
+                orders.woken.wait(0.2)
+        if orders.stop is not None and (child is None or child.poll() is None):
+            code, ended, left = 0, Failure(orders.stop), orders.left
+        elif verdict is not None:
+            code, ended = verdict[0], Failure(verdict[1])
+        elif child is not None and child.wait() != 0:
+            code, ended = nodes.why_failed(child.returncode, log, stopped)
         else:
-            code = child.returncode
-            reason = "finished"
-            if code != 0:
-                reason = first_failure(folder, attempt, log) or f"torchrun ended {how_ended(code)}"
+            code, ended, left = how_it_ended(folder, attempt)
+    except NodeFault as error:
+        ended = Failure(str(error))
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        ended = Failure(f"{type(error).__name__}: {error}")
     finally:
         if child is not None:
-            stop(child)
-        write_exit(folder, ROLE, incarnation, attempt, code, reason, log, lines=LOG_LINES)
+            stop(child, STOP_GRACE_S)
+        with contextlib.suppress(OSError):  # a full disk: the exit code says what is left to say
+            write_exit(
+                folder,
+                place.role(ROLE),
+                place.incarnation,
+                attempt,
+                code,
+                ended.reason,
+                log,
+                LOG_LINES,
+                final=ended.final,
+                left=left,
+            )
+        nodes.stop()
     return code
+
+
+def how_it_ended(folder: RunFolder, attempt: int) -> tuple[int, Failure, int | None]:
+    """Exit code, reason and the step that the ranks left at (None: they did not), once torchrun has ended with 0."""
+    gone = departure(folder, attempt)
+    return (0, Failure("finished"), None) if gone is None else (0, Failure(gone[1]), gone[0])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,6 +30,8 @@ class _Open:
 class NothingTrained(RuntimeError):
     """A whole epoch went by without one trained sample."""
 
+    final = True
+
 
 @dataclass
 class History:

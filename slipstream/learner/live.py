@@ -1,6 +1,8 @@
 """The pipeline of a live run: the server's connection and the rollout process."""
 
-import os
+import dataclasses
+import functools
+import logging
 import queue
 import warnings
 from collections import deque
@@ -10,23 +12,20 @@ from typing import TYPE_CHECKING, Any
 from slipstream.learner.inbox import Inbox
 from slipstream.learner.pipeline import Pipeline, Resumed, starting_point
 from slipstream.learner.replay import RECORDING, Recorder
-from slipstream.learner.sync import PolicySync, wire_dtype
+from slipstream.learner.server_link import ServerLink
+from slipstream.learner.sync import PolicySync
 from slipstream.process import new_incarnation
 from slipstream.rollout.machinery import RECENT_GROUPS
 from slipstream.rollout.setup import LoopSetup, Position
-from slipstream.rollout.types import GroupResult
+from slipstream.rollout.types import EvalResult, GroupResult
 from slipstream.rollout.worker import RolloutWorker, dump_for_child
 from slipstream.run_folder import RunFolder
-from slipstream.serving.control import ServerControl
-from slipstream.serving.probe import Capabilities, check, probe
-from slipstream.serving.transport import make_transport
+from slipstream.serving.probe import Capabilities, check
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer import AsyncGRPOTrainer
 
-
-class ServerNotUsable(RuntimeError):
-    """The server lacks something; the message says with which flag to restart it."""
+logger = logging.getLogger(__name__)
 
 
 class LivePipeline(Pipeline):
@@ -39,13 +38,19 @@ class LivePipeline(Pipeline):
         dump_for_child("loop_cls", trainer.loop_cls)
         config = trainer.args
         self.run_id = RunFolder(config.run_dir).run_id if config.run_dir else f"script-{new_incarnation()}"
-        self._control = ServerControl(
-            config.vllm_server_base_url, config.vllm_server_token_file, config.vllm_server_timeout
+        self.link = ServerLink(
+            config,
+            self.run_id,
+            functools.partial(server_problems, config=config),
+            trainer.reporter,
+            lambda: trainer.state.global_step,
         )
         trainer.reporter.phase("probing the server")
-        self._control.wait_healthy(config.vllm_server_timeout)
-        self.capabilities = probe(self._control)
-        max_model_len = self._check_server(config)
+        self.link.attach()
+        self.link.leaving = lambda: bool(trainer._leave.why)
+        config.vllm_server_base_url = self.link.control.base_url
+        self.capabilities = self.link.capabilities
+        max_model_len = int(self.capabilities.max_model_len or 0)
         budget = config.token_budget or max_model_len
         self._recorder = Recorder(recording_path(config), budget) if config.record_samples else None
         self.worker = RolloutWorker(
@@ -65,23 +70,17 @@ class LivePipeline(Pipeline):
         self.worker.start()
         known = resumed[0].group_tokens if resumed else None
         self._sizes: deque[float] = deque([] if known is None else [known], maxlen=RECENT_GROUPS)
-        self._inbox = Inbox(self.worker, self._group_arrived)
+        self._last_loop_state = self.worker.setup.loop_state
+        self._inbox = Inbox(
+            self.worker,
+            self._group_arrived,
+            position=self.worker.setup.position,
+            restarts=config.rollout_worker_restarts,
+            renew=self._setup_again,
+            on_restart=self._restarted,
+        )
         self._state_requests = 0
         super().__init__(trainer, self._inbox, budget, resumed)
-
-    def _check_server(self, config: Any) -> int:
-        problems = check(
-            self.capabilities,
-            num_sampler_logprobs=config.num_sampler_logprobs if config.score_centering else 0,
-            max_model_len=config.max_completion_length + 1,
-            num_generations=config.num_generations,
-        )
-        if self.capabilities.max_model_len is None:
-            problems.append("it does not say its max_model_len in /v1/models")
-        problems += candidate_problems(self.capabilities, config)
-        if problems:
-            raise ServerNotUsable("the server cannot be used as it runs:\n" + "\n".join(f"- {p}" for p in problems))
-        return int(self.capabilities.max_model_len or 0)
 
     def _setup(
         self, trainer: "AsyncGRPOTrainer", end: int | None, resumed: Resumed | None, max_model_len: int
@@ -106,6 +105,26 @@ class LivePipeline(Pipeline):
             loop_state=resumed[0].loop_state if resumed else None,
             kv_cache_tokens=self.capabilities.kv_cache_tokens,
             group_tokens=resumed[0].group_tokens if resumed else None,
+            server_incarnation=self.link.incarnation,
+        )
+
+    def _setup_again(self, position: Position, cost: int) -> LoopSetup:
+        """For a process that takes the place of a lost one: with the state that the loop gave last, at a checkpoint."""
+        return dataclasses.replace(
+            self.worker.setup,
+            position=position,
+            finished_cost=cost,
+            loop_state=self._last_loop_state,
+            group_tokens=self.group_tokens(),
+        )
+
+    def _restarted(self, reason: str, count: int) -> None:
+        trainer = self._trainer
+        most = trainer.args.rollout_worker_restarts
+        logger.warning("%s It is started again (%d of %d without a group in between)", reason, count, most)
+        first = self.worker.setup.position.first_unsettled
+        trainer.reporter.event(
+            "rollout_worker_restarted", trainer.state.global_step, reason=reason, count=count, first_prompt=first
         )
 
     def _group_arrived(self, group: GroupResult) -> None:
@@ -121,17 +140,14 @@ class LivePipeline(Pipeline):
             trainer.completions.extend(group.table)
 
     def make_sync(self, version: int) -> PolicySync:
-        config = self._trainer.args
-        transport = make_transport(
-            self._control,
-            self.capabilities.transfer_backend,  # type: ignore[arg-type]
-            config.device,
-            self.run_id,
-            config.attempt,
-            config.vllm_server_timeout,
-            bind_host=learner_host(),
-        )
-        return PolicySync(transport, self.run_id, config.attempt, wire_dtype(self.capabilities.dtype), version)
+        transport, dtype = self.link.transport()
+        return PolicySync(transport, self.run_id, self._trainer.args.attempt, dtype, version, server=self.link)
+
+    def server_moved(self) -> bool:
+        return self.link.moved()
+
+    def server_absent(self) -> bool:
+        return self.link.absent()
 
     def set_version(self, version: int) -> None:
         self.worker.version.value = version
@@ -140,18 +156,21 @@ class LivePipeline(Pipeline):
         while True:
             try:
                 self._trainer._window.add_all(self.worker.metrics.get_nowait())
-            except queue.Empty:
+            except (queue.Empty, EOFError, OSError):  # a process that was killed has no more
                 break
         self._trainer._window.add_all(self._inbox.last_report())
 
     def evaluate(self, request: int) -> dict[str, float]:
-        self.worker.commands.put(("evaluate", request))
-        return self._inbox.answer("evaluate", request).metrics
+        """Raises LeaveRequested too."""
+        self._inbox.ask("evaluate", request)
+        result: EvalResult = self._inbox.answer("evaluate", request, self._trainer.while_evaluating)
+        return result.metrics
 
     def loop_state(self) -> dict[str, Any]:
         self._state_requests += 1
-        self.worker.commands.put(("state", self._state_requests))
-        return self._inbox.answer("state", self._state_requests)
+        self._inbox.ask("state", self._state_requests)
+        self._last_loop_state = self._inbox.answer("state", self._state_requests)
+        return dict(self._last_loop_state or {})
 
     def group_tokens(self) -> float | None:
         sizes = list(self._sizes)
@@ -161,13 +180,26 @@ class LivePipeline(Pipeline):
         self.worker.stop()
         self._inbox.close()
         super().close()
-        self._control.close()
+        self.link.close()
 
 
 def recording_path(config: Any) -> Path:
     """Where an attempt's samples are recorded: among the run's records; outside a run, in the output_dir."""
     folder = RunFolder(config.run_dir).records(config.attempt) if config.run_dir else Path(config.output_dir)
     return folder / RECORDING
+
+
+def server_problems(capabilities: Capabilities, config: Any) -> list[str]:
+    """What a training with `config` misses on a server, each with the way out."""
+    problems = check(
+        capabilities,
+        num_sampler_logprobs=config.num_sampler_logprobs if config.score_centering else 0,
+        max_model_len=config.max_completion_length + 1,
+        num_generations=config.num_generations,
+    )
+    if capabilities.max_model_len is None:
+        problems.append("it does not say its max_model_len in /v1/models")
+    return problems + candidate_problems(capabilities, config)
 
 
 def candidate_problems(capabilities: Capabilities, config: Any) -> list[str]:
@@ -187,8 +219,3 @@ def candidate_problems(capabilities: Capabilities, config: Any) -> list[str]:
             stacklevel=2,
         )
     return []
-
-
-def learner_host() -> str:
-    """The address of this host that the server's nodes can reach, as the cluster layer says it."""
-    return os.environ.get("SLIPSTREAM_HOST", "127.0.0.1")

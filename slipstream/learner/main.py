@@ -4,6 +4,7 @@ torchrun … -m slipstream.learner.main RUN_DIR --attempt N
 """
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -11,26 +12,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.learner.failure import record_failure
+from slipstream.learner.failure import constructing, record_failure
 from slipstream.learner.leader import read_config
-from slipstream.process import Heartbeat, die_with_parent, new_incarnation
+from slipstream.learner.leave import left_reason
+from slipstream.process import Heartbeat, die_with_parent, job_incarnation
 from slipstream.run_config import RunConfig, TrainerSection
-from slipstream.run_folder import RunFolder, read_json
+from slipstream.run_folder import RunFolder
 from slipstream.tracking import PROJECT, environment_of
 
 # fields of the trainer section that AsyncGRPOConfig does not take under the same name
 _OWN = {"bf16", "eval_steps"}
 
+# the libraries' own time-outs come later than the run's: those name the phase, and end all ranks together
+LIBRARY_MARGIN_S = 600.0
+
+
+def collective_timeout(config: RunConfig) -> int:
+    """Seconds that a collective of the ranks may take: longer than any deadline of the run's own."""
+    section = config.learner
+    deadlines = section.startup_timeout, section.step_timeout, section.sync_timeout, section.save_timeout
+    return math.ceil(max(deadlines) + LIBRARY_MARGIN_S)
+
 
 def wait_for_endpoint(run: RunFolder, attempt: int, timeout_s: float) -> dict[str, Any]:
-    """The server's endpoint of this attempt, once it is published. Raises TimeoutError."""
+    """The endpoint of the server that counts for this attempt, once it is published. Raises TimeoutError."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
-        endpoint = read_json(run.endpoint_file())
-        if endpoint and endpoint["attempt"] == attempt:
+        endpoint = run.endpoint(attempt)
+        if endpoint is not None:
             return endpoint
         time.sleep(0.2)
-    raise TimeoutError(f"no server of attempt {attempt} within {timeout_s:g} s: see {run.log_file('server', attempt)}")
+    raise TimeoutError(f"no server for attempt {attempt} within {timeout_s:g} s: see {run.log_file('server', attempt)}")
 
 
 def trainer_arguments(
@@ -48,6 +60,7 @@ def trainer_arguments(
         bf16=(has_gpu and not section.fp16) if section.bf16 is None else section.bf16,
         use_cpu=not has_gpu,
         ddp_backend="nccl" if has_gpu else "gloo",
+        ddp_timeout=collective_timeout(config),
         dtype=config.model.dtype,
         trust_remote_code=config.model.trust_remote_code,
         model_init_kwargs={"revision": config.model.revision} if config.model.revision else None,
@@ -89,8 +102,8 @@ def on_gpu(gpus: int, available: bool) -> bool:
     return gpus > 0
 
 
-def train(run: RunFolder, config: RunConfig, attempt: int, reporter: Any) -> dict[str, Any]:
-    """Build the trainer of this rank and train; what `result.json` says."""
+def train(run: RunFolder, config: RunConfig, attempt: int, reporter: Any) -> dict[str, Any] | None:
+    """Build the trainer of this rank and train; what `result.json` says, or None where it was told to leave before."""
     import torch
     from datasets.utils import logging as datasets_logging
     from transformers.trainer_callback import PrinterCallback
@@ -104,26 +117,32 @@ def train(run: RunFolder, config: RunConfig, attempt: int, reporter: Any) -> dic
     from slipstream.learner.trainer import AsyncGRPOTrainer
     from slipstream.rewards.resolve import resolve_reward
 
-    rewards = [resolve_reward(name, config.reward.paths) for name in config.reward.functions]
-    dataset, held_out = training_data(config.data), held_out_data(config.data)
+    with constructing():
+        rewards = [resolve_reward(name, config.reward.paths) for name in config.reward.functions]
+        dataset, held_out = training_data(config.data), held_out_data(config.data)
     reporter.phase("waiting for the server")
     endpoint = wait_for_endpoint(run, attempt, config.server.startup_timeout + 60)
     reporter.phase("loading the model")
     has_gpu = on_gpu(config.learner.gpus, torch.cuda.is_available())
-    args = AsyncGRPOConfig(**trainer_arguments(config, run, attempt, endpoint, has_gpu))
-    trainer = AsyncGRPOTrainer(
-        config.model.name,
-        rewards,
-        args,
-        dataset,
-        peft_config=adapter_config(config),
-        eval_dataset=held_out,
-        reporter=reporter,
-    )
+    with constructing():
+        args = AsyncGRPOConfig(**trainer_arguments(config, run, attempt, endpoint, has_gpu))
+        trainer = AsyncGRPOTrainer(
+            config.model.name,
+            rewards,
+            args,
+            dataset,
+            peft_config=adapter_config(config),
+            eval_dataset=held_out,
+            reporter=reporter,
+        )
     trainer.remove_callback(PrinterCallback)
     checkpoint = run.fence(attempt).get("checkpoint")
     begun = time.monotonic()
     trainer.train(resume_from_checkpoint=str(run.path / checkpoint) if checkpoint else None)
+    if trainer.left is not None:
+        reporter.left(trainer.state.global_step, left_reason(trainer.state.global_step, trainer.left))
+        return None
+    reporter.phase("saving", step=trainer.state.global_step)
     trainer.save_model(str(run.output(attempt) / "final"))
     return {
         "steps": trainer.state.global_step,
@@ -141,27 +160,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_parent()
     run = RunFolder.open(Path(arguments.run_dir))
     config = read_config(run)
-    main_rank = os.environ.get("RANK", "0") == "0"
+    rank = int(os.environ.get("RANK", "0"))
     from slipstream.learner.reporter import Reporter
 
     if config.trainer.report_to:
         run.trackers.mkdir(mode=0o700, exist_ok=True)
         for name, value in environment_of(run.trackers, run.run_id).items():
             os.environ.setdefault(name, value)
-    heartbeat = None
-    if main_rank:
-        heartbeat = Heartbeat(run, "learner", arguments.attempt, new_incarnation()).start()
-        heartbeat.update(phase="loading", step=0, max_steps=config.trainer.max_steps)
-    reporter = Reporter(run, arguments.attempt, heartbeat) if main_rank else Reporter()
+    heartbeat = Heartbeat(run, f"learner-{rank}" if rank else "learner", arguments.attempt, job_incarnation()).start()
+    heartbeat.update(phase="loading", step=0, max_steps=config.trainer.max_steps)
+    reporter = Reporter(None if rank else run, arguments.attempt, heartbeat)
     try:
+        from slipstream.learner.rank_check import check_ranks
+
+        reporter.phase("checking the ranks")
+        check_ranks(config.learner.gpus)
         result = train(run, config, arguments.attempt, reporter)
     except BaseException as error:
-        record_failure(run, arguments.attempt, int(os.environ.get("RANK", "0")), error)
+        record_failure(run, arguments.attempt, rank, error)
         raise
-    if main_rank:
+    if result is not None:
         reporter.result(result)
-    if heartbeat is not None:
-        heartbeat.stop(phase="finished")
+    heartbeat.stop(phase="left" if result is None else "finished")
     import torch.distributed as dist
 
     if dist.is_initialized():

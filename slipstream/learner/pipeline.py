@@ -46,7 +46,7 @@ class Pipeline(ABC):
             token_budget=token_budget,
             max_staleness=config.max_staleness,
             warn=logger.warning,
-            while_waiting=trainer.speak_if_silent,
+            while_waiting=trainer.while_waiting,
         )
         if resumed is not None:
             first_epoch = resumed[0].epoch if trainer.num_prompts is None else 0
@@ -72,6 +72,14 @@ class Pipeline(ABC):
     @abstractmethod
     def set_version(self, version: int) -> None:
         """Say which policy the server has now."""
+
+    def server_moved(self) -> bool:
+        """Whether another server counts than the one that was delivered to last."""
+        return False
+
+    def server_absent(self) -> bool:
+        """Whether the server has gone, and no other is there yet. Raises ServerGone once that has lasted too long."""
+        return False
 
     def drain_metrics(self) -> None:
         """Move what was measured elsewhere into the trainer's window."""

@@ -5,8 +5,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from slipstream.learner.failure import record_departure
 from slipstream.process import Heartbeat
-from slipstream.run_folder import LEDGER, RunFolder, append_jsonl, write_json
+from slipstream.run_folder import LEDGER, RunFolder, append_jsonl, sync_file, write_json
 
 
 class Reporter:
@@ -51,6 +52,13 @@ class Reporter:
         if self._records is not None:
             append_jsonl(self._records / LEDGER, line)
 
+    def sync(self) -> None:
+        """Make ledger and metrics durable: a checkpoint must not know more than they do. Raises OSError."""
+        if self._folder is not None:
+            sync_file(self._folder / "metrics.jsonl")
+        if self._records is not None:
+            sync_file(self._records / LEDGER)
+
     def event(self, kind: str, step: int, **values: Any) -> None:
         if self._records is not None:
             append_jsonl(self._records / "events.jsonl", {"event": kind, "step": step, "time": time.time(), **values})
@@ -66,3 +74,9 @@ class Reporter:
         """The run's result: its presence says that the learner has finished."""
         if self._run is not None:
             write_json(self._run.path / "result.json", {"attempt": self._attempt, "time": time.time(), **value})
+
+    def left(self, step: int, reason: str) -> None:
+        """The ranks have left at this step, because they were told to: the leader's exit record will say so."""
+        if self._run is not None:
+            record_departure(self._run, self._attempt, step, reason)
+            self.event("left", step, reason=reason)

@@ -21,6 +21,7 @@ from slipstream.learner.duration import Duration, num_prompts, plan_duration, re
 from slipstream.learner.forward import to_tensors, token_terms
 from slipstream.learner.handover import Handover
 from slipstream.learner.hooks import Hooks, Steps
+from slipstream.learner.leave import LeaveRequested, Leaving, leave_watch
 from slipstream.learner.live import LivePipeline
 from slipstream.learner.narrator import Narrator
 from slipstream.learner.observe import row_observations
@@ -35,6 +36,7 @@ from slipstream.learner.preparation import (
     load_model,
     warn_dropout,
 )
+from slipstream.learner.reattach import Delivering
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.router_loss import router_loss
 from slipstream.learner.saving import Saving, read_window
@@ -51,7 +53,7 @@ from slipstream.rollout.scoring import unique_names
 WAIT_FOR_ROLLOUTS = timedelta(days=7)  # rank 0 watches the rollout process; the other ranks only wait for rank 0
 
 
-class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
+class AsyncGRPOTrainer(WindowLog, Saving, Leaving, Delivering, Trainer):
     """Trains with asynchronous GRPO: a vLLM server generates while this process trains.
 
     Args:
@@ -198,9 +200,10 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
         epoch_based = config.max_steps <= 0
         self.duration = plan_duration(config.max_steps, config.num_train_epochs, self.num_prompts)
         config.max_steps = self.duration.max_steps
-        self._ended = False
+        self._ended, self.left = False, None
         try:
             if self._is_main:
+                self._leave = leave_watch(config.run_dir)
                 self._pipeline = self.make_pipeline(self.duration.end, self._resumed)
                 if self._resumed:  # what its steps since the last log have measured
                     self._window.merge(read_window(self._resumed[1]))
@@ -208,10 +211,11 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
             if self._pipeline is not None and self._ended:
                 self._pipeline.ledger.data_ended()
             self._save_last()
+            if self.left is not None:
+                return output
             evaluated = self.evaluations[-1]["step"] if self.evaluations else -1
             if self.eval_dataset is not None and evaluated != self.state.global_step:
                 self.evaluate()  # the end of the data comes unannounced
-            self.reporter.phase("finished", step=self.state.global_step)
             return output
         finally:
             if epoch_based:
@@ -250,9 +254,11 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
             self._pipeline.start(version, self.state.global_step)
         else:
             self._sync = PolicySync(None, "", self.args.attempt, None, version)
+        if self._objects is not None:
+            self._sync.orders = self._handover
         self.reporter.phase("delivering weights", step=self.state.global_step, max_steps=self.duration.known_steps)
         self._sync.connect()
-        self._sync.deliver(self.accelerator.unwrap_model(self.model_wrapped))
+        self._deliver()
         if self._pipeline is not None:
             self._pipeline.open()
         if self.eval_dataset is not None and self._resumed is None and not self.args.eval_on_start:
@@ -265,18 +271,18 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
     def _next_step(self) -> Share | None:
         """This rank's micro-batches of the next optimizer step; None when the run is over. Blocks until they are there."""
         step = self.state.global_step
-        if self._ended or step >= self.args.max_steps:
+        if self._ended or self.left is not None or step >= self.args.max_steps:
             return None
         if self._pipeline is None:
-            share = self._handover.receive()
+            self.reporter.phase("waiting for rank 0", step=step)
+            share, leaves = self._handover.receive(self._deliver)
+            self.left = "" if leaves else None
         else:
             self.reporter.phase("waiting for rollouts", step=step)
-            another = step + 1 < self.args.max_steps
-            following = self._sync.version + self._syncs_after(step + 1) if another else None
-            self._plan = self._pipeline.feed.next_step(self._sync.version, following)
+            share = self._handover.send(self._plan_step(self._pipeline, step), self.left is not None)
+        if share is not None:
             self.reporter.phase("training", step=step)
-            share = self._handover.send(self._plan)
-        self._ended = share is None
+        self._ended = share is None and self.left is None
         self._forward_s = self._forward_backward_s = 0.0
         return share
 
@@ -310,6 +316,7 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
         self.accelerator.backward(loss)
         synchronize(self.args.device)
         self._forward_backward_s += time.monotonic() - begun
+        self.reporter.advance()
         return loss.detach()
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
@@ -347,19 +354,7 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
             # kept in the trainer's state, so that a resumed run counts on
             self.state.num_input_tokens_seen += self._plan.num_forwarded
         if self._syncs_after(self.state.global_step):
-            begun = time.monotonic()
-            self.reporter.phase("delivering weights", step=self.state.global_step)
-            if self.accelerator.num_processes > 1:
-                self.accelerator.wait_for_everyone()
-            waited = time.monotonic() - begun
-            times = self._sync.advance(self.accelerator.unwrap_model(self.model_wrapped))
-            if self._pipeline is not None:
-                self._pipeline.set_version(self._sync.version)
-            if times is not None:
-                add("perf/weight_sync_s", time.monotonic() - begun)
-                add("perf/weight_sync_pause_s", times.pause_s)
-                add("perf/weight_sync_barrier_s", waited)
-                add("perf/weight_sync_transfer_s", times.transfer_s)
+            self._deliver_next_version()
         now = time.monotonic()
         seconds = now - self._step_begun
         add("perf/step_s", seconds)
@@ -373,19 +368,23 @@ class AsyncGRPOTrainer(WindowLog, Saving, Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Mean reward of one rollout per held-out prompt with the policy on the server; logged as `eval/*`.
 
-        Returns `{"eval_reward": …}` on every rank.
+        Returns `{"eval_reward": …}` on every rank; nothing where rank 0 was told to leave meanwhile.
         """
         if self.eval_dataset is None:
             raise ValueError("evaluate needs an eval_dataset")
         box: list[Any] = [None]
+        self.reporter.phase("evaluating", step=self.state.global_step)
         if self._pipeline is not None:
-            self.reporter.phase("evaluating", step=self.state.global_step)
-            request = len(self.evaluations) + 1
-            box = [self._pipeline.evaluate(request)]
+            with contextlib.suppress(LeaveRequested):  # the next step is where all ranks leave
+                box = [{}]
+                box = [self._pipeline.evaluate(len(self.evaluations) + 1)]
+        self._handover.agree(self._deliver)
         if self._objects is not None:
             dist.broadcast_object_list(box, src=0, group=self._objects)
         if box[0] is None:
             raise RuntimeError("evaluate runs during train(): the rollout process does it")
+        if not box[0]:
+            return {}
         metrics = {f"eval_{name}": value for name, value in box[0].items()}
         self.log({f"eval/{name}": value for name, value in box[0].items()})
         self.evaluations.append({"step": self.state.global_step, **box[0]})

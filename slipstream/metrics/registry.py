@@ -328,6 +328,7 @@ SECTIONS: tuple[Section, ...] = (
         M("perf/weight_sync_pause_s", SECONDS, "Part of it: until the server has paused.", over="deliveries"),
         M("perf/weight_sync_barrier_s", SECONDS, "Part of it: waiting for the other processes.", over="deliveries"),
         M("perf/weight_sync_transfer_s", SECONDS, "Part of it: sending.", over="deliveries"),
+        M("perf/save_s", SECONDS, "Time to write a checkpoint.", seldom=True, own=True, over="checkpoints"),
         M("perf/fwd_bwd_forwarded_tokens_per_s", TOKENS_PER_S, "Forwarded tokens by forward and backward time."),
         M("perf/wall_clock_forwarded_tokens_per_s", TOKENS_PER_S, "Forwarded tokens by step time."),
         M("perf/wall_clock_trained_tokens_per_s", TOKENS_PER_S, "Trained tokens by step time."),

@@ -30,7 +30,11 @@ class GenerationError(Exception):
 
 
 class ServerUnavailable(Exception):
-    """The server could not be reached, or answered 5xx, on every try."""
+    """The server could not be reached, or answered 5xx, on every try. `answered`: it did on the last one."""
+
+    def __init__(self, message: str, answered: bool = False) -> None:
+        super().__init__(message)
+        self.answered = answered
 
 
 @dataclass
@@ -196,6 +200,9 @@ class VLLMClient:
         if self._session is not None:
             await self._session.close()
 
+    async def follow(self) -> None:
+        """Watch which server counts, where that can change; here it cannot. Run it beside the requests."""
+
     async def generate(
         self, prompt_ids: list[int], *, n: int, max_tokens: int, seed: int, lora: str | None = None
     ) -> list[Choice]:
@@ -250,8 +257,9 @@ class VLLMClient:
     async def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
         assert self._session is not None, "open() first"
         timeouts = 0
-        last = ""
+        last, answered = "", False
         for delay in (*self._delays, None):
+            answered = False
             try:
                 async with self._session.post(self._base_url + route, json=body) as response:
                     if response.status == 200:
@@ -259,7 +267,7 @@ class VLLMClient:
                     message = (await response.text())[:2000]
                     if 400 <= response.status < 500 and response.status not in (408, 425, 429):
                         raise GenerationError(f"{route} answered {response.status}: {message}", response.status)
-                    last = f"{route} answered {response.status}: {message}"
+                    last, answered = f"{route} answered {response.status}: {message}", True
             except aiohttp.ConnectionTimeoutError as error:  # a TimeoutError too, but nobody is there to be slow
                 last = f"{route}: {type(error).__name__}: {error}"
             except TimeoutError:
@@ -276,4 +284,4 @@ class VLLMClient:
             self._on_retry()
             logger.warning("retrying in about %g s: %s", delay, last)
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
-        raise ServerUnavailable(f"{self._base_url} failed on {len(self._delays) + 1} tries; the last: {last}")
+        raise ServerUnavailable(f"{self._base_url} failed on {len(self._delays) + 1} tries; the last: {last}", answered)

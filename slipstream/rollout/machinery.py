@@ -14,7 +14,8 @@ import numpy as np
 
 from slipstream.rollout import types as t
 from slipstream.rollout.allowance import Outstanding, is_ahead, may_start
-from slipstream.rollout.client import SamplingSettings, VLLMClient
+from slipstream.rollout.beat import StorageBeat
+from slipstream.rollout.client import SamplingSettings
 from slipstream.rollout.concurrency import ConcurrencyCap
 from slipstream.rollout.grading import Grading
 from slipstream.rollout.measures import LoadWatch, Measures
@@ -22,6 +23,7 @@ from slipstream.rollout.prompts import Prompt, RejectionWatch, read_prompts
 from slipstream.rollout.scoring import unique_names
 from slipstream.rollout.sequences import sort_out
 from slipstream.rollout.server_load import parse_load
+from slipstream.rollout.server_watch import make_client
 from slipstream.rollout.setup import LoopSetup, checked_state
 from slipstream.rollout.types import GroupResult, Message, Rollout, RolloutGroup
 
@@ -99,7 +101,7 @@ class LoopMachinery(Grading, ABC):
             score_queue_maxsize
         )
         self._scoring = 0
-        self._finished_cost = 0
+        self._finished_cost = setup.finished_cost
         # after a resume the size of groups is known: the first must not hold up all others a second time
         known = [] if setup.group_tokens is None else [setup.group_tokens]
         self._recent_costs: deque[float] = deque(known, maxlen=RECENT_GROUPS)
@@ -112,19 +114,12 @@ class LoopMachinery(Grading, ABC):
             config.max_concurrent_rollouts, config.num_generations, setup.kv_cache_tokens, setup.max_model_len
         )
         self._fatal: asyncio.Future[None] | None = None
+        self._beat = StorageBeat(config)
         head = config.num_sampler_logprobs if config.score_centering else 0
-        self._client = VLLMClient(
-            config.vllm_server_base_url,
-            model_name,
-            SamplingSettings(
-                config.temperature, config.top_p, config.top_k, config.min_p, head, tuple(self.eos_token_ids)
-            ),
-            token_file=config.vllm_server_token_file,
-            timeout_s=config.vllm_server_timeout,
-            use_generate_route=setup.use_generate_route,
-            returns_candidates=setup.returns_candidates,
-            on_retry=self._count_retry,
+        sampling = SamplingSettings(
+            config.temperature, config.top_p, config.top_k, config.min_p, head, tuple(self.eos_token_ids)
         )
+        self._client = make_client(config, setup, model_name, sampling, self._count_retry)
 
     # ---- what a loop adds
 
@@ -254,7 +249,7 @@ class LoopMachinery(Grading, ABC):
 
     async def _dispatch(self) -> None:
         """Start groups in prompt order as the bounds allow; at the end of the data wait for the last, and say so."""
-        watch = RejectionWatch()
+        watch = RejectionWatch(self._setup.position.last_settled)
         begun_prompts = 0
         async for prompt in read_prompts(self.dataset, self._setup):
             begun_prompts += 1
@@ -312,6 +307,7 @@ class LoopMachinery(Grading, ABC):
         self._measures.begin(time.monotonic())
         pending: set[asyncio.Task[None]] = set()
         state_requests: list[int] = []
+        evaluations: list[int] = []
 
         async def answer(request: int) -> None:
             self._buffer.put(await self.evaluate(request))
@@ -319,15 +315,15 @@ class LoopMachinery(Grading, ABC):
         while not self._stop_event.is_set():
             now = time.monotonic()
             self._heartbeat.value = now
+            self._beat.update("generating" if self._groups else "waiting", self._handed_over)
             self._abort_stale()
             while not self._commands.empty():
                 kind, argument = self._commands.get()
-                if kind == "evaluate":
-                    task = asyncio.create_task(answer(argument))
-                    pending.add(task)
-                    task.add_done_callback(self._raise_fatal)
-                elif kind == "state":
-                    state_requests.append(argument)
+                {"evaluate": evaluations, "state": state_requests}[kind].append(argument)
+            while self._is_set_up and evaluations:
+                task = asyncio.create_task(answer(evaluations.pop(0)))
+                pending.add(task)
+                task.add_done_callback(self._raise_fatal)
             while self._is_set_up and state_requests:
                 self._buffer.put(("state", state_requests.pop(), checked_state(type(self).__name__, self.state_dict())))
             if now - self._measures.begun >= self.report_s:
@@ -365,15 +361,16 @@ class LoopMachinery(Grading, ABC):
         self._stopping = self._is_set_up = False
         self._fatal = asyncio.get_running_loop().create_future()
         self._executor = ThreadPoolExecutor(max_workers=16, thread_name_prefix="reward")
+        self._beat.start()
         await self._client.open()
-        tasks: list[asyncio.Task[None]] = []
+        tasks = [asyncio.create_task(self._client.follow())]
         serve = asyncio.create_task(self._serve())
         try:
             await self.setup()
             if self._setup.loop_state:
                 self.load_state_dict(self._setup.loop_state)
             self._is_set_up = True
-            tasks = [asyncio.create_task(self._score_groups()) for _ in range(SCORERS)]
+            tasks += [asyncio.create_task(self._score_groups()) for _ in range(SCORERS)]
             tasks.append(asyncio.create_task(self._dispatch()))
             tasks.append(asyncio.create_task(self._follow_load()))
             for task in tasks:
@@ -393,6 +390,7 @@ class LoopMachinery(Grading, ABC):
                 await self.close()
             await self._client.close()
             self._executor.shutdown(wait=False, cancel_futures=True)
+            self._beat.stop()
 
     def run(self) -> None:
         """Run until asked to stop. Raises what went wrong."""

@@ -34,8 +34,8 @@ def prompts(dataset: Any, setup: LoopSetup) -> Iterator[Prompt]:
     """The prompts to generate for, in order, from where the run stands to the end of its data.
 
     A dataset with a length is visited in the order of `prompt_order`, without what is settled already. An iterable one
-    cannot be repositioned: it starts with its first prompt, also after a resume, and once more for each epoch. Raises
-    DatasetFailed.
+    cannot be repositioned: it starts with its first prompt, also after a resume, and once more for each epoch. Where a
+    process takes the place of a lost one, it is read from there again, without what has arrived. Raises DatasetFailed.
     """
     return _indexed(dataset, setup) if hasattr(dataset, "__len__") else _streamed(dataset, setup)
 
@@ -85,7 +85,8 @@ def _streamed(dataset: Any, setup: LoopSetup) -> Iterator[Prompt]:
                 break
             except Exception as error:
                 raise _failed(dataset, where, error) from error
-            yield Prompt(number, epoch, position, position, _checked(dataset, where, row))
+            if not setup.position.is_settled(number):
+                yield Prompt(number, epoch, position, position, _checked(dataset, where, row))
             position += 1
             number += 1
         if position == 0:
@@ -110,11 +111,15 @@ def _checked(dataset: Any, where: str, row: Any) -> dict[str, Any]:
 class RejectionWatch:
     """Raises EpochRejected once a whole epoch was rejected by `filter_prompt`."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_settled: int = -1) -> None:
+        """`last_settled`: the largest prompt number that was settled before; its epoch is not seen whole, and not judged."""
+        self._last_settled = last_settled
         self._epoch = -1
         self._seen = self._rejected = 0
 
     def see(self, prompt: Prompt, rejected: bool) -> None:
+        if prompt.number - prompt.position <= self._last_settled:
+            return
         if prompt.epoch != self._epoch:
             self.check()
             self._epoch, self._seen, self._rejected = prompt.epoch, 0, 0

@@ -20,6 +20,11 @@ class Position:
     def is_settled(self, number: int) -> bool:
         return number < self.first_unsettled or number in self.settled_beyond
 
+    @property
+    def last_settled(self) -> int:
+        """The largest number that is settled; -1 where none is."""
+        return max([self.first_unsettled - 1, *self.settled_beyond])
+
     def numbers(self, end: int | None) -> Iterator[int]:
         """Prompt numbers to generate, in order, up to `end` (exclusive; None: for ever)."""
         number = self.first_unsettled
@@ -46,7 +51,9 @@ class LoopSetup:
         eval_dataset: held-out rows, or None.
         group_tokens: mean size of the groups before a resume, in tokens; None where none has finished yet.
         kv_cache_tokens: that the server's KV caches hold; None where it does not tell.
+        server_incarnation: of the server that the run attached to; None where there is no run folder to say it.
         loop_state: what the loop's own `state_dict` returned at the checkpoint, or None.
+        finished_cost: tokens of the allowance that the groups of an earlier process of this attempt have taken.
     """
 
     run_id: str
@@ -65,6 +72,8 @@ class LoopSetup:
     returns_candidates: bool = False
     kv_cache_tokens: int | None = None
     group_tokens: float | None = None
+    server_incarnation: str | None = None
+    finished_cost: int = 0
 
 
 def checked_state(loop: str, state: Any) -> dict[str, Any]:

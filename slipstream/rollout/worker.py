@@ -23,8 +23,18 @@ class RolloutWorkerError(RuntimeError):
     """The rollout process failed, died, or stopped beating. The message holds its traceback."""
 
 
+class RolloutWorkerLost(RolloutWorkerError):
+    """The rollout process was killed, or hangs: another one can take its place. It did not fail by an error of its own."""
+
+    def __init__(self, message: str, pid: int | None) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
 class NotPicklable(TypeError):
     """Something handed to the rollout process cannot be pickled."""
+
+    final = True
 
 
 def dump_for_child(name: str, value: Any) -> bytes:
@@ -62,10 +72,7 @@ class RolloutWorker:
         """`arguments`: of the loop's constructor, without the shared values. Raises NotPicklable."""
         self._context = get_context("spawn")
         self._timeout_s = timeout_s
-        self.rollouts: Any = self._context.Queue()
-        self.metrics: Any = self._context.Queue()
-        self.commands: Any = self._context.Queue()
-        self._exceptions: Any = self._context.Queue()
+        self._make_queues()
         self.version = self._context.RawValue("q", 0)
         self.allowance = self._context.RawValue("q", 0)
         self.trainer_waits = self._context.RawValue("b", 0)
@@ -74,16 +81,32 @@ class RolloutWorker:
         self._stop = SharedFlag(self._context)
         self._payload = {name: dump_for_child(name, value) for name, value in arguments.items()}
         self._payload["loop_cls"] = dump_for_child("loop_cls", loop_cls)
+        self._setup = setup
         self._payload["setup"] = dump_for_child("setup", setup)
         self._process: Any = None
-        self._checking = threading.Lock()  # by the training thread and the planner's
+        self._not_started = ""  # why the last start came to nothing
+        self._starting = threading.Lock()
+        self._checking = threading.Lock()  # by the training thread and others
         self._traceback: str | None = None
+
+    def _make_queues(self) -> None:
+        """A process that was killed while it wrote leaves half a message, so that each start has queues of its own."""
+        self.rollouts: Any = self._context.Queue()
+        self.metrics: Any = self._context.Queue()
+        self.commands: Any = self._context.Queue()
+        self._exceptions: Any = self._context.Queue()
+
+    @property
+    def setup(self) -> LoopSetup:
+        """What the process was started with."""
+        return self._setup
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
+        """Start the process, unless it has been asked to stop by now; `check` says where it did not start."""
         shared = {
             "rollout_buffer": self.rollouts,
             "model_version_value": self.version,
@@ -96,54 +119,90 @@ class RolloutWorker:
             "stop_event": self._stop,
             "commands": self.commands,
         }
-        self._heartbeat.value = time.monotonic()
-        saved = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}
-        os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
         # only something pickled by reference to the user's script needs the script
         main = describe_main() if any(b"__main__" in value for value in self._payload.values()) else None
-        try:
-            with hidden_main():
-                self._process = self._context.Process(
-                    target=run_child,
-                    args=(self._payload, shared, main, os.getpid()),
-                    name="slipstream-rollout",
-                    daemon=True,
-                )
+        with self._starting, hidden_main():
+            if self._stop.is_set():
+                return
+            self._heartbeat.value = time.monotonic()
+            self._not_started = ""
+            self._process = self._context.Process(
+                target=run_child,
+                args=(self._payload, shared, main, os.getpid()),
+                name="slipstream-rollout",
+                daemon=True,
+            )
+            try:
                 self._process.start()
-        finally:
-            for name, value in saved.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            except OSError as error:  # it died before it had read what it is given, or there is no memory for it
+                self._not_started = str(error)
+            # the process alone can write now: its end ends a message that it left half written
+            for q in (self.rollouts, self.metrics, self._exceptions):
+                q._writer.close()
+
+    def kill(self, pid: int | None) -> None:
+        """End the process of this pid at once, whatever it does; nothing where another has taken its place."""
+        process = self._process
+        if process is not None and pid is not None and process.pid == pid:
+            process.kill()
+
+    def gone(self, within_s: float) -> bool:
+        """Whether the process has ended, waiting for that a while."""
+        if self._not_started:
+            return True
+        with self._checking:  # of two threads that reap it, one would take it for alive
+            self._process.join(within_s)
+            return not self._process.is_alive()
+
+    def renew(self, setup: LoopSetup) -> None:
+        """Make the queues of another process, to be started with `start`; the last one has ended. Raises NotPicklable."""
+        old = (self.rollouts, self.metrics, self.commands, self._exceptions)
+        self._setup = setup
+        self._payload["setup"] = dump_for_child("setup", setup)
+        self._make_queues()
+        for q in old:
+            q.cancel_join_thread()
+            q.close()
 
     def check(self) -> None:
-        """Raise RolloutWorkerError where the process failed, died, or has not beaten for the timeout."""
-        if self._failed.is_set():
-            with self._checking, contextlib.suppress(queue.Empty):
-                self._traceback = self._traceback or self._exceptions.get(timeout=5)
-            if self._traceback is None:
-                raise RolloutWorkerError("the rollout process failed, and could not say why")
-            raise RolloutWorkerError("the rollout process failed:\n" + self._traceback)
-        if self._process is not None and not self._process.is_alive() and not self._stop.is_set():
+        """Raise RolloutWorkerError where the process failed, and RolloutWorkerLost where it died or has not beaten."""
+        self._check_failed()
+        pid = self.pid
+        if self._not_started:
+            raise RolloutWorkerLost(f"the rollout process did not start: {self._not_started}", pid)
+        with self._checking:
+            dead = self._process is not None and not self._process.is_alive()
+        if dead and not self._stop.is_set():
+            self._check_failed()  # it may have said so since
             code = self._process.exitcode
             how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-            raise RolloutWorkerError(f"the rollout process died ({how}): out of memory, or killed from outside?")
+            raise RolloutWorkerLost(f"the rollout process died ({how}): out of memory, or killed from outside?", pid)
         silent = time.monotonic() - self._heartbeat.value
         if silent > self._timeout_s:
-            raise RolloutWorkerError(
+            raise RolloutWorkerLost(
                 f"the rollout process has not beaten for {silent:.0f} s (rollout_worker_timeout = {self._timeout_s:g}): "
-                "a hook or reward function blocks its event loop"
+                "a hook or reward function blocks its event loop",
+                pid,
             )
+
+    def _check_failed(self) -> None:
+        if not self._failed.is_set():
+            return
+        with self._checking, contextlib.suppress(queue.Empty, EOFError, OSError):
+            self._traceback = self._traceback or self._exceptions.get(timeout=5)
+        if self._traceback is None:
+            raise RolloutWorkerError("the rollout process failed, and could not say why")
+        raise RolloutWorkerError("the rollout process failed:\n" + self._traceback)
 
     def stop(self) -> None:
         """Ask it to stop, and end it where it does not within seconds."""
         self._stop.set()
-        if self._process is not None:
-            self._process.join(STOP_GRACE_S)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join(5)
+        with self._starting:
+            if self._process is not None and not self._not_started:
+                self._process.join(STOP_GRACE_S)
+                if self._process.is_alive():
+                    self._process.kill()
+                    self._process.join(5)
         for q in (self.rollouts, self.metrics, self.commands, self._exceptions):
             q.cancel_join_thread()
             q.close()
@@ -152,6 +211,7 @@ class RolloutWorker:
 def run_child(payload: dict[str, bytes], shared: dict[str, Any], main: tuple[str, str] | None, parent: int) -> None:
     """Entry point of the rollout process."""
     die_with_parent(parent)
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")  # here: the parent's threads go on beside the start
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches everybody; the trainer decides
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     code = 0

@@ -3,15 +3,18 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from slipstream.nodes import LOOPBACK, Place
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from slipstream.serving.auth import TOKEN_FILE_ENV
+from slipstream.serving.nodes import parallel_arguments
 from slipstream.serving.plugin import BACKEND
 
 PYTHON_ENV = "SLIPSTREAM_VLLM_PYTHON"
-LOOPBACK = "127.0.0.1"
 CPU_KV_CACHE = "256M"  # vLLM's own choice on CPU is a share of the machine's whole memory
 CPU_BLOCK_SIZE = 32
 GPU_API_SERVERS = 8  # one cannot serialize log-probabilities as fast as a GPU produces them
@@ -44,7 +47,13 @@ def vllm_python() -> str:
 
 
 def server_command(
-    config: RunConfig, run: RunFolder, port: int, python: str, host: str = LOOPBACK
+    config: RunConfig,
+    run: RunFolder,
+    port: int,
+    python: str,
+    host: str = LOOPBACK,
+    place: Place | None = None,
+    meeting: Mapping[str, Any] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Arguments, and what to add to the environment, of the server of a run.
 
@@ -54,26 +63,34 @@ def server_command(
         port: TCP port to listen on.
         python: interpreter that has vLLM; not used where `server.command` is set.
         host: the address to listen on, and no other.
+        place: which of several nodes it is for, None: the only one. Further nodes have no API server, so no port.
+        meeting: where node 0 of several listens for the others (`slipstream.serving.nodes`).
     """
-    argv = _program(config, python)
-    argv += ["--host", host, "--port", str(port)]
+    further = place is not None and place.node > 0
+    argv = _program(config, python, further)
+    if not further:
+        argv += ["--host", host, "--port", str(port)]
     argv += _model_arguments(config)
     argv += _sampling_arguments(config)
     argv += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
-    argv += ["--middleware", "slipstream.serving.auth.RequireToken"]
-    argv += ["--disable-uvicorn-access-log"]
-    argv += _cpu_arguments(config) if config.server.gpus == 0 else _gpu_arguments(config)
+    if not further:
+        argv += ["--middleware", "slipstream.serving.auth.RequireToken", "--disable-uvicorn-access-log"]
+    argv += _cpu_arguments(config) if config.server.gpus == 0 else _gpu_arguments(config, further)
+    if place is not None:
+        argv += parallel_arguments(config.server, place, meeting or {})
     if config.server.enable_lora:
         argv += ["--enable-lora", "--max-lora-rank", str(config.server.max_lora_rank)]
     return argv + list(config.server.extra_args), _environment(config, run)
 
 
-def _program(config: RunConfig, python: str) -> list[str]:
+def _program(config: RunConfig, python: str, further: bool) -> list[str]:
     command = list(config.server.command)
     if not command:
         # several API servers exist only behind `vllm serve`, which the CPU distribution cannot run
         on_cpu = config.server.gpus == 0
-        module = ["vllm.entrypoints.openai.api_server"] if on_cpu else ["vllm.entrypoints.cli.main", "serve"]
+        module = ["vllm.entrypoints.cli.main", "serve"]
+        if on_cpu:
+            module = ["slipstream.serving.headless" if further else "vllm.entrypoints.openai.api_server"]
         command = [python, "-m", *module]
     # `vllm serve` takes the model by position only, the module by option only
     return [*command, config.model.name] if command[-1] == "serve" else [*command, "--model", config.model.name]
@@ -101,17 +118,23 @@ def _sampling_arguments(config: RunConfig) -> list[str]:
 
 
 def _cpu_arguments(config: RunConfig) -> list[str]:
-    del config
-    return ["--enforce-eager", "--distributed-executor-backend", "uni", "--block-size", str(CPU_BLOCK_SIZE)]
+    executor = "mp" if _many_engines(config) else "uni"
+    argv = ["--enforce-eager", "--distributed-executor-backend", executor, "--block-size", str(CPU_BLOCK_SIZE)]
+    return argv + (["--data-parallel-size", str(config.server.data_parallel_size)] if _many_engines(config) else [])
 
 
-def _gpu_arguments(config: RunConfig) -> list[str]:
+def _many_engines(config: RunConfig) -> bool:
+    """On CPU one engine lives in the API server's process; several cannot."""
+    return config.server.data_parallel_size > 1
+
+
+def _gpu_arguments(config: RunConfig, further: bool) -> list[str]:
     server = config.server
     api_servers = 1 if server.enable_lora else GPU_API_SERVERS  # vLLM refuses more with adapters loaded at run time
     return [
         *("--tensor-parallel-size", str(server.tensor_parallel_size)),
         *("--data-parallel-size", str(server.data_parallel_size)),
-        *("--api-server-count", str(api_servers)),
+        *([] if further else ("--api-server-count", str(api_servers))),
     ]
 
 
@@ -130,7 +153,7 @@ def _environment(config: RunConfig, run: RunFolder) -> dict[str, str]:
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
             "TORCH_COMPILE_DISABLE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if _many_engines(config) else "0",
             "CUDA_VISIBLE_DEVICES": "",
         }
     for line in config.server.environment:

@@ -17,6 +17,7 @@ from slipstream.serving.auth import read_token
 logger = logging.getLogger(__name__)
 
 HEALTH_POLL_S = 0.2
+CONNECT_S = 10.0  # a node without power answers nothing, not even with a refusal
 REPEAT_DELAYS_S = (0.1, 0.3, 1.0, 2.0)
 TRIES_IN_BOUND = 3  # so many that get no answer at all
 
@@ -101,7 +102,12 @@ class ServerControl:
 
     def _once(self, method: str, route: str, timeout_s: float, bound: float, kwargs: dict[str, Any]) -> httpx.Response:
         try:
-            response = self._client.request(method, route, timeout=timeout_s, **kwargs)
+            wait = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S))
+            response = self._client.request(method, route, timeout=wait, **kwargs)
+        except httpx.ConnectTimeout:
+            raise ServerError(
+                route, None, f"no connection to {self.base_url} within {min(timeout_s, CONNECT_S):g} s", True
+            ) from None
         except httpx.TimeoutException:
             raise ServerError(route, None, f"no answer from {self.base_url} within {bound:g} s", True) from None
         except httpx.HTTPError as error:

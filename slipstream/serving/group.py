@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slipstream.nodes import open_listener
+
 POLL_S = 0.0005
 CLOSE_S = 1.0
 Check = Callable[[], None]
@@ -33,23 +35,6 @@ def _nothing() -> None:
     return None
 
 
-def open_listener(host: str) -> socket.socket:
-    """A listening socket on a free port of the interface that `host` names, and on no other.
-
-    Raises OSError where `host` is no address of this machine.
-    """
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
 def address_towards(host: str, port: int) -> str:
     """This machine's own address on the route to `host`: where a peer over there can reach it."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -62,13 +47,13 @@ class Rendezvous:
     """Where the members of a group meet: a key-value store that the trainer hosts.
 
     Args:
-        store: the store, with a timeout set.
+        store: the store, with a timeout set, or a part of it.
         address: own address that peers connect to.
         port: the store's port.
         timeout_s: bound of each later phase, in seconds.
     """
 
-    def __init__(self, store: dist.TCPStore, address: str, port: int, timeout_s: float) -> None:
+    def __init__(self, store: dist.Store, address: str, port: int, timeout_s: float) -> None:
         self.store = store
         self.address = address
         self.port = port
@@ -133,10 +118,10 @@ class ProcessGroup:
         except BaseException as error:
             self.close()
             if _from_torch(error):
-                raise GroupError(f"the weight transfer group did not form: {_first_line(error)}") from error
+                raise GroupError(f"the group did not form: {_first_line(error)}") from error
             raise
 
-    def _meet(self, store: dist.TCPStore, check: Check) -> None:
+    def _meet(self, store: dist.Store, check: Check) -> None:
         """Wait until every member has signed in; only then can constructing the communicator not wait for long."""
         store.set(f"member/{self.rank}", "1")
         missing = [f"member/{rank}" for rank in range(self.size)]
@@ -169,17 +154,24 @@ class ProcessGroup:
         Raises GroupError when it does not within the bound, or whatever `check` raises meanwhile; the group is then
         aborted, which ends the wait of the others too.
         """
-        if self._group is None:
-            raise GroupError("the weight transfer group is closed")
         options = dist.BroadcastOptions()
         options.rootRank = source
         options.rootTensor = 0
+        self._collective(lambda group: group.broadcast([tensor], options), check)
+
+    def all_reduce(self, tensor: torch.Tensor, check: Check = _nothing) -> None:
+        """Sum the contiguous `tensor` over all members, in place. Raises like `broadcast`."""
+        self._collective(lambda group: group.allreduce([tensor], dist.AllreduceOptions()), check)
+
+    def _collective(self, start: Callable[[Any], Any], check: Check) -> None:
+        if self._group is None:
+            raise GroupError("the group is closed")
         try:
-            self._wait(self._group.broadcast([tensor], options), check)
+            self._wait(start(self._group), check)
         except BaseException as error:
             self.close()
             if _from_torch(error):
-                raise GroupError(f"a peer left the weight transfer: {_first_line(error)}") from error
+                raise GroupError(f"a peer left the group: {_first_line(error)}") from error
             raise
 
     def _wait(self, work: Any, check: Check) -> None:

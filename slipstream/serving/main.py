@@ -8,7 +8,6 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.nodes import NodeError, Place, free_port
 from slipstream.process import (
+    TERMINATE_GRACE_S,
     Heartbeat,
     how_ended,
     last_lines,
@@ -31,17 +32,20 @@ from slipstream.process import (
 )
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json, write_json
-from slipstream.serving.command import LOOPBACK, server_command, vllm_python
+from slipstream.serving.abandoned import Abandoned
+from slipstream.serving.command import server_command, vllm_python
 from slipstream.serving.control import ServerControl, ServerError
 from slipstream.serving.guard import Guard
+from slipstream.serving.nodes import Follower, Head, parallel_environment
 from slipstream.serving.probe import Capabilities, check, probe
+from slipstream.serving.stall import StallWatch
 
-HOST_ENV = "SLIPSTREAM_HOST"
 ROLE = "server-0"
 PORT_TRIES = 5
 WATCH_INTERVAL_S = 5.0
 CALL_TIMEOUT_S = 30.0
-ABANDONED_S = 180.0  # a live supervisor beats every two seconds, and stops the server within as many
+REPLACED = "replaced by another job"
+CANCEL_GRACE_S = 3.0
 PORT_TAKEN = re.compile(r"address already in use|errno 98", re.IGNORECASE)
 
 
@@ -49,11 +53,8 @@ class StartError(RuntimeError):
     """The server did not come up, or is not what the run needs."""
 
 
-def free_port(host: str) -> int:
-    """A port of `host` that was free a moment ago."""
-    with socket.socket() as probe_socket:
-        probe_socket.bind((host, 0))
-        return int(probe_socket.getsockname()[1])
+class Unsuitable(StartError):
+    """The server is not what the run needs, and would not be after another start."""
 
 
 def required(config: RunConfig) -> dict[str, Any]:
@@ -67,33 +68,6 @@ def required(config: RunConfig) -> dict[str, Any]:
     }
 
 
-class Abandoned:
-    """Whether nobody needs the server any more: the learner has ended, and the flow that would stop the server is dead.
-
-    A server that outlives its run would hold its GPUs until somebody notices.
-    """
-
-    def __init__(self, run: RunFolder, attempt: int) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._beat: Any = None
-        self._since: float | None = None
-
-    def look(self, now: float) -> bool:
-        """One look at `now` (monotonic, in seconds); True once both have held for `ABANDONED_S`."""
-        try:
-            beat = read_json(self._run.heartbeat_file("supervisor"))
-            records = [read_json(path) or {} for path in (self._run.path / "exit").glob("learner-*.json")]
-        except (OSError, ValueError):  # a file system that stumbles proves nothing
-            return False
-        ended = any(record.get("attempt") == self._attempt for record in records)
-        if not ended or beat != self._beat:
-            self._beat, self._since = beat, None
-        if ended and self._since is None:
-            self._since = now
-        return self._since is not None and now - self._since > ABANDONED_S
-
-
 class Leader:
     """One start of one server."""
 
@@ -101,15 +75,20 @@ class Leader:
         self.run = run
         self.config = config
         self.attempt = attempt
-        self.incarnation = new_incarnation()
-        self.host = os.environ.get(HOST_ENV, LOOPBACK)
+        self.place = Place.here(config.server.nodes)
+        self.incarnation = self.place.incarnation
+        self.host = self.place.host
         self.log = run.log_file("server", attempt)
+        self._head = Head(run, self.place)
+        self._broken: str | None = None
         self.heartbeat = Heartbeat(run, ROLE, attempt, self.incarnation)
         self.signal: str | None = None
         self._woken = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._guard: Guard | None = None
         self._temporary = ""
+        self._replaced = False
+        self._next_look = 0.0
 
     def on_signal(self, name: str) -> None:
         self.signal = name
@@ -119,21 +98,26 @@ class Leader:
         """Serve until a signal or the end of the server; the exit code. Leaves an exit record and no process."""
         self.heartbeat.start()
         self._temporary = tempfile.mkdtemp(prefix="slipstream-server-")
-        code, reason = 1, "the leader failed"
+        code, reason, final = 1, "the leader failed", False
         try:
             control = self._start()
             with control:
                 self._publish(control)
                 code, reason = self._watch(control)
+        except NodeError as error:
+            reason = str(error)
         except Exception as error:
             if self.signal is None:
-                reason = f"{type(error).__name__}: {error}"
+                reason, final = f"{type(error).__name__}: {error}", isinstance(error, Unsuitable)
+            if self._replaced:
+                code, reason = 0, REPLACED
         finally:
+            withdraw_endpoint(self.run, self.incarnation)
             self._end_child()
             shutil.rmtree(self._temporary, ignore_errors=True)
         if self.signal is not None:
             code, reason = 0, f"stopped by {self.signal}"
-        write_exit(self.run, ROLE, self.incarnation, self.attempt, code, reason, self.log)
+        write_exit(self.run, ROLE, self.incarnation, self.attempt, code, reason, self.log, final=final)
         self.heartbeat.stop(phase="ended")
         return code
 
@@ -143,8 +127,10 @@ class Leader:
         python = self.config.server.command[0] if self.config.server.command else vllm_python()
         for _ in range(PORT_TRIES):
             port = free_port(self.host)
-            argv, env = server_command(self.config, self.run, port, python, self.host)
-            self._child = child = spawn(argv, self.log, {**os.environ, "TMPDIR": self._temporary, **env})
+            meeting = self._head.meeting()
+            argv, env = server_command(self.config, self.run, port, python, self.host, self.place, meeting)
+            env = {**parallel_environment(self.place), **os.environ, "TMPDIR": self._temporary, **env}
+            self._child = child = spawn(argv, self.log, env)
             self._guard = Guard(child.pid)
             control = ServerControl(f"http://{self.host}:{port}", self.run.token_file, CALL_TIMEOUT_S)
             try:
@@ -153,8 +139,12 @@ class Leader:
             except ServerError as error:
                 control.close()
                 tail = last_lines(self.log)
+                if self._broken is not None:
+                    raise NodeError(self._broken) from error
                 if child.poll() is None or self.signal is not None:
-                    raise StartError(f"the server is not healthy: {error}; see {self.log}") from error
+                    raise StartError(
+                        f"the server is not healthy: {error}{self._head.missing()}; see {self.log}"
+                    ) from error
                 if not PORT_TAKEN.search(tail):
                     raise StartError(f"the server ended {how_ended(child.returncode)}; see {self.log}") from error
                 self._end_child()
@@ -162,18 +152,24 @@ class Leader:
 
     def _end_child(self) -> None:
         if self._child is not None:
-            stop(self._child)
+            stop(self._child, CANCEL_GRACE_S if self.run.cancel_file.exists() else TERMINATE_GRACE_S)
         if self._guard is not None:
             self._guard.release()
 
     def _starting(self) -> bool:
-        return self.signal is None and self._child is not None and self._child.poll() is None
+        self._broken = self._head.broken()
+        if self._broken is not None:
+            return False
+        if time.monotonic() >= self._next_look:
+            self._replaced = self.run.replaced("server", self.incarnation)
+            self._next_look = time.monotonic() + WATCH_INTERVAL_S
+        return not self._replaced and self.signal is None and self._child is not None and self._child.poll() is None
 
     def _publish(self, control: ServerControl) -> None:
         capabilities = probe(control)
         problems = check(capabilities, **required(self.config))
         if problems:
-            raise StartError("the server is not what the run needs: " + "; ".join(problems))
+            raise Unsuitable("the server is not what the run needs: " + "; ".join(problems))
         write_endpoint(self.run, self.attempt, self.incarnation, control.base_url, capabilities, own=True)
         self.heartbeat.update(phase="serving", url=control.base_url)
 
@@ -181,21 +177,25 @@ class Leader:
         assert self._child is not None
         next_look = 0.0
         abandoned = Abandoned(self.run, self.attempt)
-        while self._child.poll() is None and self.signal is None:
-            if time.monotonic() >= next_look:
-                if abandoned.look(time.monotonic()):
-                    return 0, "the learner has ended, and no supervisor lives to stop the server"
-                with contextlib.suppress(ServerError):  # a busy or frozen server shows as progress that stands still
-                    self.heartbeat.update(progress=generated_tokens(control.metrics()))
-                next_look = time.monotonic() + WATCH_INTERVAL_S
-            self._woken.wait(0.2)
-        return 1, f"the server ended {how_ended(self._child.poll())}"
-
-
-def generated_tokens(metrics: str) -> int:
-    """Tokens generated by all engines since the start, from the text of /metrics."""
-    values = re.findall(r"^vllm:generation_tokens_total(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE)
-    return int(sum(float(value) for value in values))
+        watch = StallWatch(control, self.config.server.stall_timeout)
+        try:
+            while self._child.poll() is None and self.signal is None and not watch.problem:
+                if time.monotonic() >= next_look:
+                    if self.run.replaced("server", self.incarnation):
+                        return 0, REPLACED
+                    if abandoned.look(time.monotonic()):
+                        return 0, "the learner has ended, and no supervisor lives to stop the server"
+                    self.heartbeat.update(progress=watch.generated)
+                    next_look = time.monotonic() + WATCH_INTERVAL_S
+                if (broken := self._head.broken()) is not None:
+                    return 1, broken
+                self._woken.wait(0.2)
+        finally:
+            watch.stop()
+        if watch.problem:
+            return 1, watch.problem
+        own = f"the server ended {how_ended(self._child.poll())}"
+        return 1, self._head.why_ended(own, lambda: self.signal)
 
 
 def write_endpoint(
@@ -212,6 +212,13 @@ def write_endpoint(
     }
     write_json(run.endpoint_file(), endpoint)
     return endpoint
+
+
+def withdraw_endpoint(run: RunFolder, incarnation: str) -> None:
+    """Take back what `write_endpoint` said, where it still is this server's word."""
+    with contextlib.suppress(OSError, ValueError):
+        if (read_json(run.endpoint_file()) or {}).get("incarnation") == incarnation:
+            run.endpoint_file().unlink()
 
 
 def attach_external(
@@ -234,7 +241,7 @@ def attach_external(
         capabilities = probe(control)
     problems = check(capabilities, **(requirements or {}))
     if problems:
-        raise StartError(f"the server at {url} is not what the run needs: " + "; ".join(problems))
+        raise Unsuitable(f"the server at {url} is not what the run needs: " + "; ".join(problems))
     return write_endpoint(run, attempt, new_incarnation(), url.rstrip("/"), capabilities, own=False)
 
 
@@ -244,9 +251,23 @@ def run(run_dir: str | Path, attempt: int) -> int:
     config = RunConfig.model_validate(tomllib.loads(folder.run_file.read_text(encoding="utf-8")))
     if config.server.url:
         raise StartError(f"server.url = {config.server.url!r}: there is no server to start, use attach_external")
-    leader = Leader(folder, config, attempt)
+    place = Place.here(config.server.nodes)
+    leader: Leader | Follower = (
+        Leader(folder, config, attempt) if place.node == 0 else _follower(folder, config, attempt)
+    )
     on_terminate(leader.on_signal)
     return leader.lead()
+
+
+def _follower(run: RunFolder, config: RunConfig, attempt: int) -> Follower:
+    place = Place.here(config.server.nodes)
+    python = config.server.command[0] if config.server.command else vllm_python()
+
+    def command(meeting: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+        argv, env = server_command(config, run, 0, python, place.host, place, meeting)
+        return argv, {**parallel_environment(place), **env}
+
+    return Follower(run, config, place, attempt, command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,6 +30,7 @@ from slipstream.serving.group import GroupError, ProcessGroup, Rendezvous
 from slipstream.serving.labels import torn_label
 
 RECOVERY_TIMEOUT_S = 15.0
+WATCH_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -101,16 +102,28 @@ class Background:
         if self._error is not None:
             raise self._error
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the end of the call, and raise what it raised. Raises TimeoutError after `timeout_s` seconds."""
-        self._thread.join(timeout_s)
+    def wait(self, timeout_s: float, watch: Callable[[], None] = lambda: None) -> None:
+        """Wait for the end of the call, and raise what it raised, or what `watch` raises meanwhile.
+
+        Raises TimeoutError after `timeout_s` seconds.
+        """
+        end = time.monotonic() + timeout_s
+        while self._thread.is_alive() and time.monotonic() < end:
+            self._thread.join(min(WATCH_S, max(end - time.monotonic(), 0)))
+            watch()
         if self._thread.is_alive():
             raise TimeoutError(f"the server did not answer within {timeout_s:g} s")
         self.check()
 
 
 class HttpTransport(ABC):
-    """The order of things, common to all backends; how bytes move is the subclass's part."""
+    """The order of things, common to all backends; how bytes move is the subclass's part.
+
+    Attributes:
+        watch: called while the server receives; what it raises ends the delivery.
+    """
+
+    watch: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, control: ServerControl, run_id: str, attempt: int, timeout_s: float) -> None:
         self.control = control
@@ -211,7 +224,7 @@ class HttpTransport(ABC):
             except Exception as answer:
                 raise type(error)(f"{error}; the server: {answer}") from error
             raise
-        call.wait(self.timeout_s)
+        call.wait(self.timeout_s, self.watch)
 
     def _finish(self, label: str) -> None:
         try:
@@ -309,12 +322,17 @@ class SlipstreamTransport(HttpTransport):
         buckets = plan_buckets(sizes, self.bucket_bytes)
         buffer = torch.empty(max((b.size for b in buckets), default=0), dtype=torch.uint8, device=self.device)
         stream = checked(parameters, tensors)
+
+        def check() -> None:
+            call.check()
+            self.watch()
+
         for bucket in buckets:
             for index, offset in enumerate(bucket.offsets, start=bucket.start):
                 parameter, tensor = next(stream)
                 place = buffer[offset : offset + sizes[index]].view(parameter.dtype).view(parameter.shape)
                 place.copy_(tensor)  # to the device and dtype of the transfer
-            group.broadcast(buffer[: bucket.size], check=call.check)
+            group.broadcast(buffer[: bucket.size], check=check)
         next(stream, None)  # raises where more tensors come than were announced
 
     def _leave(self) -> None:
@@ -350,15 +368,20 @@ def make_transport(
     attempt: int,
     timeout_s: float,
     bind_host: str = "127.0.0.1",
+    watch: Callable[[], None] = lambda: None,
 ) -> WeightTransport:
     """The transport for a server's weight transfer backend, as its probe reports it. Raises ValueError on others."""
+    made: HttpTransport
     if backend == "slipstream":
-        return SlipstreamTransport(control, device, run_id, attempt, timeout_s, bind_host)
-    if backend == "nccl":
+        made = SlipstreamTransport(control, device, run_id, attempt, timeout_s, bind_host)
+    elif backend == "nccl":
         from slipstream.serving.transport_nccl import NcclTransport
 
-        return NcclTransport(control, device, run_id, attempt, timeout_s, bind_host)
-    raise ValueError(
-        f"weight transfer backend {backend!r} is not supported: start the server with "
-        '--weight-transfer-config {"backend": "slipstream"} (this package installed there) or {"backend": "nccl"}'
-    )
+        made = NcclTransport(control, device, run_id, attempt, timeout_s, bind_host)
+    else:
+        raise ValueError(
+            f"weight transfer backend {backend!r} is not supported: start the server with "
+            '--weight-transfer-config {"backend": "slipstream"} (this package installed there) or {"backend": "nccl"}'
+        )
+    made.watch = watch
+    return made

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from slipstream.nodes import open_listener
 from slipstream.serving.control import ServerControl
-from slipstream.serving.group import GroupTimeout, open_listener
+from slipstream.serving.group import GroupTimeout
 from slipstream.serving.transport import Background, HttpTransport, ParameterInfo, checked
 
 BUFFER_BYTES = 256 * 2**20

@@ -95,13 +95,15 @@ class Acts:
         go.touch()
 
     def supervisor_stopped(self, at: dict[str, Any], go: Path) -> None:
+        helper = self._supervisors[-1].pid
         pid = self._signal(signal.SIGSTOP)
         go.touch()
         self._start()
         time.sleep(2 * self._lease_s)
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        for stopped in (helper, pid):  # nsenter stops with the process that it waits for
+            if stopped is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(stopped, signal.SIGCONT)
 
     def controller_away(self, at: dict[str, Any], go: Path) -> None:
         self.bed.stop_controller()

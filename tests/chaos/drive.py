@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "trainer": {"num_generations": GROUP, "save_total_limit": 3, "rollout_worker_timeout": 5.0, "max_staleness": 12},
     "server": {"gpus": 0, "startup_timeout": 90.0, "stall_timeout": 8.0},
     "learner": {"gpus": 0, "startup_timeout": 90.0, "step_timeout": 20.0, "sync_timeout": 25.0, "save_timeout": 20.0},
-    "recovery": {"backoff": 1.0, "backoff_max": 4.0, "lease": LEASE_S, "poll": 1.0},
+    "recovery": {"backoff": 1.0, "backoff_max": 4.0, "lease": LEASE_S, "poll": 1.0, "heartbeat_timeout": 20.0},
 }
 PROFILE = {"executor": "slurm", "exclusive": True, "time_limit": 10, "signal_lead": 20, "client_timeout": 10}
 
@@ -51,7 +51,7 @@ def write_files(folder: Path, scenario: Scenario) -> Path:
     sections = {name: dict(section) for name, section in SETTINGS.items()}
     sections["data"] = {"source": str(data)}
     sections["trainer"] |= {"num_train_epochs": scenario.epochs, "save_steps": scenario.save_steps}
-    sections["server"] |= {"nodes": scenario.server_nodes}
+    sections["server"] |= {"nodes": scenario.server_nodes, "data_parallel_size": scenario.server_nodes}
     sections["learner"] |= {"nodes": scenario.learner_nodes, "processes_per_node": scenario.ranks}
     sections["cluster"] = {"profile": str(profile), "shape": scenario.shape}
     sections["storage"] = {"root": str(folder / "runs")}

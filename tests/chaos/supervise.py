@@ -41,7 +41,6 @@ def main() -> int:
         install()
     import cluster.backends  # noqa: F401
     from tasks.lease import release
-
     from tasks.outcome import NothingToResume
     from tasks.prepare import prepare
     from tasks.supervise import supervise

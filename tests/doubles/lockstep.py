@@ -67,7 +67,9 @@ def join(run: RunFolder, incarnation: str, rank: int) -> _Line:
     end = time.monotonic() + MEETING_S
     while time.monotonic() < end:
         if meeting := read_json(run.meeting_file(incarnation)):
-            line = _Line(socket.create_connection((meeting["host"], meeting["port"]), 10))
+            connection = socket.create_connection((meeting["host"], meeting["port"]), 10)
+            connection.settimeout(None)  # as long as a step may take
+            line = _Line(connection)
             line.send({"rank": rank})
             return line
         time.sleep(0.05)

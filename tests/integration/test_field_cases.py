@@ -7,7 +7,6 @@ import asyncio
 import dataclasses
 import json
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,16 @@ from slipstream.metrics.audit import check_lines
 from slipstream.rollout.types import STALE, TRAINED
 from slipstream.run_folder import RunFolder, read_json
 from tests.fault_proxy import GENERATION, FaultProxy, prompt_tokens
-from tests.learner_process import begin_attempt, finish, learner, learner_run, ranks_of, step_of, write_prompts
+from tests.learner_process import (
+    begin_attempt,
+    finish,
+    learner,
+    learner_run,
+    ranks_of,
+    rollout_process,
+    step_of,
+    write_prompts,
+)
 from tests.learner_resume import NUM_PROMPTS, new_trainer
 from tests.models import byte_tokenizer
 from tests.serving_process import VllmServer, all_gone, load, reference_logprobs, wait_for
@@ -36,15 +44,6 @@ PROMPTS = 40
 # ---- one process crashed, the rest held on
 
 
-def rollout_process(leader: subprocess.Popen[bytes]) -> psutil.Process:
-    """The only process that a rank has spawned through multiprocessing."""
-    found = [
-        p for rank in ranks_of(leader) for p in rank.children() if any("spawn_main" in word for word in p.cmdline())
-    ]
-    assert len(found) == 1
-    return found[0]
-
-
 @pytest.mark.parametrize(
     ("sent", "bound_s", "said"),
     [
@@ -52,7 +51,7 @@ def rollout_process(leader: subprocess.Popen[bytes]) -> psutil.Process:
         (signal.SIGSTOP, 40.0, "the rollout process has not beaten for"),
     ],
 )
-def test_a_rollout_process_that_dies_or_hangs_ends_everything(
+def test_a_rollout_process_that_dies_or_hangs_ends_everything_where_none_may_be_started_again(
     vllm_server: VllmServer, tmp_path: Path, sent: signal.Signals, bound_s: float, said: str
 ) -> None:
     data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
@@ -64,6 +63,7 @@ def test_a_rollout_process_that_dies_or_hangs_ends_everything(
         max_steps=100_000,
         learning_rate=1e-5,
         rollout_worker_timeout=bound_s,
+        rollout_worker_restarts=0,
     )
     with learner(run, 1) as leader:
         wait_for(lambda: step_of(run) >= 2, "the second step", 240)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from slipstream.learner.checkpoint import complete_checkpoints
+from slipstream.nodes import free_port
 from slipstream.process import spawn, stop
 from slipstream.serving.command import vllm_python
 from slipstream.serving.control import ServerControl
-from slipstream.serving.main import free_port
 from slipstream.serving.probe import probe
 
 pytestmark = pytest.mark.integration

@@ -7,8 +7,9 @@ import pytest
 from slipstream.run_folder import read_json
 from slipstream.serving import probe as probe_module
 from slipstream.serving.control import ServerControl, ServerError
-from slipstream.serving.main import StartError, attach_external, generated_tokens
+from slipstream.serving.main import StartError, attach_external
 from slipstream.serving.probe import Capabilities, probe
+from slipstream.serving.stall import generated_tokens
 from tests.serving_process import MAX_MODEL_LEN, VllmServer
 
 pytestmark = pytest.mark.integration

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.checkpoint import CheckpointError, RolloutState, complete_checkpoints, latest_complete
+from slipstream.learner.room import check_room, written_bytes
 from slipstream.metrics.audit import check_lines
 from slipstream.run_folder import RunFolder
 from tests.learner_replay import ReplayTrainer, snapshot
@@ -196,6 +197,30 @@ def test_a_write_that_fails_leaves_the_earlier_checkpoint(tmp_path: Path, monkey
     assert trainer.args.save_total_limit == 1
 
 
+@pytest.mark.parametrize(("first_refused", "left"), [(2, []), (4, ["checkpoint-2"])])
+def test_a_checkpoint_that_has_no_room_is_not_begun(
+    first_refused: int, left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first by an estimate, the next by the size of the one before."""
+    asked: list[int] = []
+
+    def check(folder: Path, needed: int, step: int) -> None:
+        monkeypatch.setattr("slipstream.learner.room.free_bytes", lambda _: needed if step == first_refused else None)
+        asked.append(needed)
+        check_room(folder, needed, step)
+
+    monkeypatch.setattr("slipstream.learner.saving.check_room", check)
+    trainer = new_trainer(tmp_path, STEPS, save_total_limit=1)
+    with pytest.raises(ckpt.NotWritten, match=f"step {first_refused} was not begun: it takes about .* make room"):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == left
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    assert asked[0] == pytest.approx(3 * 8 * parameters, rel=0.01), "float64: the weights and AdamW's two moments"
+    for path in tmp_path.glob("checkpoint-*"):
+        ckpt.verify(path)
+        assert asked[-1] == written_bytes(path) > asked[0]
+
+
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run folder whose `output` has one training for each way to end in the middle of a checkpoint."""
@@ -232,7 +257,7 @@ def test_killed_in_a_checkpoint_then_resumed(
 def test_no_room_for_a_checkpoint(broken: RunFolder, point: str) -> None:
     output_dir = broken.path / "output" / point
     outcome = json.loads((broken.path / "output" / f"{point}.json").read_text())
-    assert outcome["raised"] == "CheckpointError", outcome
+    assert outcome["raised"] == "NotWritten", outcome
     assert "make room" in outcome["message"]
     assert [path.name for path in output_dir.glob("checkpoint-*")] == ["checkpoint-2"]
     ckpt.verify(output_dir / "checkpoint-2")

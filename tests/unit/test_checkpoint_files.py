@@ -16,7 +16,9 @@ from slipstream.learner.checkpoint import (
     complete_checkpoints,
     latest_complete,
     load_samples,
+    resume_point,
     rotate,
+    rotate_attempts,
     save_samples,
     seal,
     verify,
@@ -142,6 +144,80 @@ def test_what_a_cut_off_attempt_wrote_beyond_the_fence_does_not_count(tmp_path):
     run = run_with(tmp_path, (0, [5, 10, 15]), (10, []))
     assert latest_complete(run) == (run.output(1) / "checkpoint-10", 10)
     make_checkpoint(run.output(2), 12)
+    assert latest_complete(run) == (run.output(2) / "checkpoint-12", 12)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_broken_checkpoints_that_are_newer_are_set_aside_and_named(tmp_path):
+    run = run_with(tmp_path, (0, [5, 10, 15, 20]), (10, [14, 16]))
+    (run.output(2) / "checkpoint-14" / "model.bin").write_bytes(b"cut")
+    (run.output(2) / "checkpoint-16" / MARKER).unlink()
+    (run.output(2) / "checkpoint-16.bad").mkdir()
+    (run.output(1) / "checkpoint-5" / MARKER).unlink()
+    found, notes = resume_point(run)
+    assert found == (run.output(1) / "checkpoint-10", 10)
+    assert len(notes) == 2
+    assert "checkpoint-16 was set aside" in notes[0]
+    assert "no COMPLETE.json" in notes[0]
+    assert "model.bin has 3 bytes of 700" in notes[1]
+    assert names(run.output(2)) == {"checkpoint-16.bad", "checkpoint-16.bad2", "checkpoint-14.bad"}
+    assert "checkpoint-5" in names(run.output(1)), "what is older than the one that is used is not looked at"
+    assert resume_point(run) == (found, [])
+
+
+def test_what_cannot_be_renamed_is_named_and_passed_over(tmp_path, monkeypatch):
+    run = run_with(tmp_path, (0, [5, 10]))
+    (run.output(1) / "checkpoint-10" / "model.bin").unlink()
+
+    def read_only(path, target):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", read_only)
+    found, notes = resume_point(run)
+    assert found == (run.output(1) / "checkpoint-5", 5)
+    assert "passed over (it cannot be renamed: Read-only file system)" in notes[0]
+    assert "model.bin is missing" in notes[0]
+
+
+def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
+    path = make_checkpoint(tmp_path, 3)
+
+    def broken(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("slipstream.learner.checkpoint._digest", broken)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        verify(path)
+
+
+@pytest.mark.parametrize("marker", ["[]", '{"files": []}', '{"other": {}}'])
+def test_a_marker_that_is_none_is_damage(tmp_path, marker):
+    path = make_checkpoint(tmp_path, 3)
+    (path / MARKER).write_text(marker)
+    with pytest.raises(CheckpointError, match="damaged"):
+        verify(path)
+
+
+def test_rotation_over_attempts(tmp_path):
+    run = run_with(tmp_path, (0, [5, 10, 15]), (10, []))
+    make_checkpoint(run.output(1), 20, sealed=False)  # of a half that is cut off, perhaps under way
+    rotate_attempts(run, 2, 1)
+    assert names(run.output(1)) == {"checkpoint-5", "checkpoint-10", "checkpoint-15", "checkpoint-20"}, (
+        "nothing newer is sealed yet"
+    )
+    make_checkpoint(run.output(2), 12)
+    make_checkpoint(run.output(2), 14, sealed=False)
+    rotate_attempts(run, 2, None)
+    rotate_attempts(run, 1, 1)
+    assert len(names(run.output(1))) == 4, "an attempt that is not the newest deletes nothing"
+    rotate_attempts(run, 2, 2)
+    assert names(run.output(1)) == {"checkpoint-10", "checkpoint-20"}
+    assert names(run.output(2)) == {"checkpoint-12", "checkpoint-14"}
+    rotate_attempts(run, 2, 1)
+    assert names(run.output(1)) == {"checkpoint-20"}
     assert latest_complete(run) == (run.output(2) / "checkpoint-12", 12)
 
 

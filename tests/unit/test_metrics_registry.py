@@ -123,6 +123,7 @@ OURS = {
     "reward_seen_min",
     "reward_seen_max",
     "rollout/backpressure_frac",
+    "perf/save_s",
     "sample/dropped_{reason}_count",
     "eval/reward",
     "eval/reward_std",
@@ -190,7 +191,8 @@ def trainer_windows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
         for sample in group.samples:
             sample.queued_at, sample.rewards_by_name = 1.0, {"length": (sample.reward, 0.5)}
     groups[1] = GroupResult(1, 0, 1, 1, [], {ZERO_STD: 3})
-    config = replay_config(tmp_path_factory.mktemp("run"), gradient_accumulation_steps=2, logging_steps=2)
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    config = replay_config(tmp_path_factory.mktemp("run"), gradient_accumulation_steps=2, logging_steps=2, **saving)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.learner.trainer.device_peak", lambda args, dtype: 1e12)
         trainer = ReplayTrainer(model_of("qwen3_moe"), config, groups, 64)

@@ -1,14 +1,14 @@
 """What is tried again of steering the server and delivering to it, and what is not."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import nn
 
 import slipstream.learner.sync as sync_module
-from slipstream.learner.sync import PolicySync
+from slipstream.learner.sync import AGAIN, DONE, PolicySync
 from slipstream.serving import control as control_module
 from slipstream.serving.control import ServerControl, ServerError
 from slipstream.serving.delivery import TransferError, close_delivery, failure
@@ -210,6 +210,123 @@ def test_a_sharded_model_is_sent_once_because_the_other_ranks_gather_it_once() -
     with pytest.raises(TransferError, match="lost"):
         sync.deliver(Sharded(2, 2))
     assert transport.calls == ["send run/a1/7", "release"]
+
+
+# ---- a server that is replaced
+
+
+GONE = TransferError("pause", "connection refused")
+
+
+class Replacing:
+    """A server that is gone as often as told; each attaching gives another transport."""
+
+    def __init__(self, *transports: Scripted, lost: int = 1) -> None:
+        self.transports = list(transports)
+        self.losses = lost
+        self.has_moved = False
+        self.leaves = False
+        self.deliveries = 0
+
+    def moved(self) -> bool:
+        return self.has_moved
+
+    def lost(self) -> bool:
+        self.losses -= 1
+        return self.losses >= 0
+
+    def attach(self) -> bool:
+        self.has_moved = False
+        return not self.leaves
+
+    def transport(self) -> tuple[Scripted, torch.dtype | None]:
+        return self.transports.pop(0), torch.float32
+
+    def delivered(self) -> None:
+        self.deliveries += 1
+
+
+class Ranks:
+    """Rank 0's word, as the other ranks hear it."""
+
+    def __init__(self, leads: bool = True, words: Sequence[int] = ()) -> None:
+        self.leads = leads
+        self.words = list(words)
+        self.heard: list[int] = []
+
+    def give(self, word: int) -> None:
+        self.heard.append(word)
+
+    def take(self) -> int:
+        return self.words.pop(0)
+
+
+class Partly(Scripted):
+    """Breaks after the first tensor."""
+
+    def send(
+        self, parameters: object, tensors: Iterator[tuple[str, torch.Tensor]], label: str, hold: bool = False
+    ) -> SyncTimes:
+        next(tensors)
+        self._next(f"send {label}")
+        raise AssertionError
+
+
+def test_a_server_that_is_gone_is_followed_by_the_next_under_the_same_version() -> None:
+    first, second, third = Scripted(None, GONE), Scripted(GONE), Scripted()
+    server = Replacing(second, third, lost=2)
+    sync = PolicySync(first, "run", 1, None, 7, server=server)
+    sync.connect()
+    sync.deliver(nn.Linear(2, 2))
+    assert first.calls == ["connect", "send run/a1/7", "close"]
+    assert second.calls == ["connect, held", "close"], "gone again while it was signed in to"
+    assert third.calls == ["connect, held", "send run/a1/7"]
+    assert (sync.version, server.deliveries) == (7, 1)
+    sync.advance(nn.Linear(2, 2))
+    assert third.calls[-1] == "send run/a1/8"
+
+
+def test_one_that_counts_by_now_is_taken_before_anything_is_sent() -> None:
+    first, second = Scripted(), Scripted()
+    server = Replacing(second)
+    server.has_moved = True
+    PolicySync(first, "run", 1, None, 7, server=server).deliver(nn.Linear(2, 2))
+    assert (first.calls, second.calls) == (["close"], ["connect, held", "send run/a1/7"])
+
+
+def test_what_a_server_that_is_there_refuses_stays_an_error() -> None:
+    sync = PolicySync(Scripted(REFUSED), "run", 1, None, 7, server=Replacing(lost=0))
+    with pytest.raises(TransferError, match="newest"):
+        sync.deliver(nn.Linear(2, 2))
+
+
+def test_a_run_that_leaves_does_not_wait_for_a_server() -> None:
+    server = Replacing()
+    server.leaves = True
+    sync = PolicySync(Scripted(GONE), "run", 1, None, 7, server=server)
+    ranks = sync.orders = Ranks()
+    assert sync.advance(nn.Linear(2, 2)) is None
+    assert (sync.version, ranks.heard) == (8, [AGAIN, DONE])
+
+
+def test_the_other_ranks_gather_a_sharded_model_as_often_as_rank_0_sends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[int] = []
+    monkeypatch.setattr("slipstream.learner.sync.full_tensor", lambda tensor: gathered.append(1) or tensor)
+    broken, second = Partly(LOST, None, GONE), Scripted()
+    sync = PolicySync(broken, "run", 1, None, 7, server=Replacing(second, lost=0))
+    ranks = sync.orders = Ranks()
+    server = sync._server
+    assert isinstance(server, Replacing)
+    losses = iter([False, True])
+    monkeypatch.setattr(server, "lost", lambda: next(losses))
+    sync.deliver(Sharded(2, 2))
+    assert ranks.heard == [AGAIN, AGAIN, AGAIN, DONE]
+    assert len(gathered) == 3 * 2, "also what was not sent any more"
+    gathered.clear()
+    other = PolicySync(None, "", 1, None, 7)
+    other.orders = Ranks(False, ranks.heard)
+    assert other.deliver(Sharded(2, 2)) is None
+    assert len(gathered) == 3 * 2
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,24 @@ def test_real_weights_cut_short(case: Case) -> None:
     assert "damaged or cut short" in case.only().message
 
 
+def test_room_for_one_checkpoint_and_for_those_that_are_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.numpy import save
+
+    (case.model / "model.safetensors").write_bytes(save({"a": np.zeros((1000, 1000), np.float16)}))
+    free = 11_000_000  # bytes; 10^6 numbers in float32, three of each in a checkpoint
+    monkeypatch.setattr("slipstream.preflight_room.free_bytes", lambda folder: free)
+    error = case.only(model={"dtype": "float32"})
+    assert error.key == "storage.root"
+    for words in ("12.0 MB", "11.0 MB are free", "make room"):
+        assert words in error.message
+    assert preflight(case.config(model={"dtype": "float16"})) == []
+    assert preflight(case.config(model={"dtype": "float32"}, learner={"use_lora": True})) == []
+    warning = case.only("warning", model={"dtype": "float16"}, trainer={"save_total_limit": 1})
+    assert "up to 2 at once, 12.0 MB" in warning.message
+    free = 14_000_000
+    assert preflight(case.config(model={"dtype": "float16"}, trainer={"save_total_limit": 1})) == []
+
+
 def test_no_config(case: Case) -> None:
     remove(case, "config.json")
     assert "no config.json" in case.only().message
@@ -356,7 +374,7 @@ def test_visible_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_nodes_need_a_cluster(case: Case) -> None:
-    problems = preflight(case.config(learner={"nodes": 2}, server={"nodes": 2}))
+    problems = preflight(case.config(learner={"nodes": 2}, server={"nodes": 2, "data_parallel_size": 2}))
     assert [p.key for p in problems] == ["learner.nodes", "server.nodes"]
     assert preflight(case.config(learner={"nodes": 2}, cluster={"profile": "slurm"})) == []
 

@@ -56,9 +56,8 @@ def test_a_resume_sees_the_same_rows_as_an_uninterrupted_run():
     assert list(prompts(dataset, setup(position=Position(5), end=14, shuffle=True))) == whole[5:]
 
 
-def test_an_iterable_dataset_starts_over_for_each_epoch_and_on_resume():
-    stream = setup(position=Position(4, frozenset({6})), epochs=2)
-    found = list(prompts(Stream(3), stream))
+def test_an_iterable_dataset_starts_over_for_each_epoch():
+    found = list(prompts(Stream(3), setup(epochs=2)))
     assert [(p.number, p.epoch, p.position) for p in found] == [
         (0, 0, 0),
         (1, 0, 1),
@@ -67,6 +66,23 @@ def test_an_iterable_dataset_starts_over_for_each_epoch_and_on_resume():
         (4, 1, 1),
         (5, 1, 2),
     ]
+
+
+def test_of_an_iterable_dataset_what_has_arrived_is_left_out_after_a_lost_process():
+    found = list(prompts(Stream(3), setup(position=Position(2, frozenset({4})), epochs=2)))
+    assert [(p.number, p.epoch, p.position) for p in found] == [(2, 0, 2), (3, 1, 0), (5, 1, 2)]
+
+
+def test_an_epoch_that_is_not_seen_whole_is_not_judged():
+    """The rest of it may be what the filter rejects; of the next one all is seen."""
+    watch = RejectionWatch(last_settled=1)
+    for prompt in prompts(Rows({"prompt": i} for i in range(3)), setup(position=Position(2), end=3)):
+        watch.see(prompt, True)
+    watch.check()
+    for prompt in prompts(Rows({"prompt": i} for i in range(3)), setup(position=Position(3), end=6)):
+        watch.see(prompt, True)
+    with pytest.raises(EpochRejected, match="epoch 1"):
+        watch.check()
 
 
 def test_an_iterable_dataset_without_a_bound_never_ends():

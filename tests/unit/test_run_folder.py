@@ -232,3 +232,21 @@ def test_the_lowest_later_fence_counts(tmp_path):
     for step in (0, 10, 5):
         run.begin_attempt(None, step)
     assert run.void_after() == {1: 5, 2: 5}
+
+
+def test_which_server_counts(tmp_path):
+    run = RunFolder.create(tmp_path, "run")
+    assert run.endpoint(1) is None
+    write_json(run.endpoint_file(), {"url": "u", "incarnation": "a", "attempt": 2})
+    assert run.endpoint(1) is None
+    assert run.endpoint(2)["url"] == "u"
+    write_json(run.assignment_file, {"attempt": 3, "server": "a", "learner": "l"})
+    assert run.endpoint(3)["incarnation"] == "a", "kept over attempts"
+    write_json(run.assignment_file, {"attempt": 2, "server": "b", "learner": "l"})
+    assert run.endpoint(2) is None
+    write_json(run.assignment_file, {"attempt": 3, "allocation": "a"})
+    assert run.endpoint(3)
+    write_json(run.assignment_file, {"attempt": 2, "learner": "l"})  # the server is not one of the run's jobs
+    assert run.endpoint(2)
+    run.endpoint_file().write_text("{torn")
+    assert run.endpoint(2) is None

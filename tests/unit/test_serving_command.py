@@ -2,7 +2,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from slipstream.nodes import Place
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from slipstream.serving.command import PYTHON_ENV, CommandError, server_command, vllm_python
@@ -132,3 +134,92 @@ def test_the_interpreter_beside_the_running_environment_is_found(
     python.chmod(0o755)
     monkeypatch.setattr("sys.prefix", str(tmp_path / ".venv"))
     assert vllm_python() == str(python)
+
+
+MEETING = {"host": "10.0.0.1", "rpc_port": 2001, "master_port": 2002}
+ADDRESS = "--data-parallel-address 10.0.0.1 --data-parallel-rpc-port 2001"
+MASTER = "--master-addr 10.0.0.1 --master-port 2002"
+
+
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [
+        (  # an engine in each GPU pair of two nodes
+            {"nodes": 2, "gpus": 4, "tensor_parallel_size": 2, "data_parallel_size": 4},
+            [
+                f"{ADDRESS} --data-parallel-size-local 2",
+                f"--headless {ADDRESS} --data-parallel-size-local 2 --data-parallel-start-rank 2",
+            ],
+        ),
+        (  # one engine over two nodes
+            {"nodes": 2, "gpus": 8, "tensor_parallel_size": 16, "data_parallel_size": 1},
+            [f"--nnodes 2 --node-rank 0 {MASTER}", f"--headless --nnodes 2 --node-rank 1 {MASTER}"],
+        ),
+        (  # two engines over two nodes each
+            {"nodes": 4, "gpus": 8, "tensor_parallel_size": 16, "data_parallel_size": 2},
+            [
+                f"--nnodes 4 --node-rank 0 {MASTER} {ADDRESS}",
+                f"--headless --nnodes 4 --node-rank 1 {MASTER} {ADDRESS}",
+                f"--headless --nnodes 4 --node-rank 2 {MASTER} {ADDRESS}",
+                f"--headless --nnodes 4 --node-rank 3 {MASTER} {ADDRESS}",
+            ],
+        ),
+        (  # CPU
+            {"nodes": 3, "gpus": 0, "data_parallel_size": 3},
+            [
+                f"{ADDRESS} --data-parallel-size-local 1",
+                f"--headless {ADDRESS} --data-parallel-size-local 1 --data-parallel-start-rank 1",
+                f"--headless {ADDRESS} --data-parallel-size-local 1 --data-parallel-start-rank 2",
+            ],
+        ),
+        ({"nodes": 1, "gpus": 8, "tensor_parallel_size": 8}, [""]),
+    ],
+)
+def test_several_nodes(tmp_path: Path, server: dict[str, Any], expected: list[str]) -> None:
+    configuration = config(**server)
+    run = RunFolder.create(tmp_path, "run")
+    for node, ending in enumerate(expected):
+        place = Place(node, server["nodes"], f"10.0.0.{node + 1}", "abc")
+        argv, _ = server_command(configuration, run, 1234, "python", place.host, place, MEETING)
+        assert " ".join(argv).endswith(ending)
+        assert ("--port" in argv, "--middleware" in argv) == (node == 0, node == 0)
+        assert ("--api-server-count" in argv) == (node == 0 and server["gpus"] > 0)
+        assert value(argv, "--weight-transfer-config") == '{"backend": "slipstream"}'
+        if server.get("data_parallel_size", 1) > 1:
+            assert value(argv, "--data-parallel-size") == str(server["data_parallel_size"])
+        if server["gpus"] == 0:
+            module = "slipstream.serving.headless" if node else "vllm.entrypoints.openai.api_server"
+            assert argv[:3] == ["python", "-m", module]
+            assert value(argv, "--distributed-executor-backend") == "mp"
+
+
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        ({"nodes": 2, "gpus": 4, "data_parallel_size": 4}, r"data_parallel_size = 4: times .* 2 \* 4 = 8: set it to 8"),
+        ({"nodes": 2, "gpus": 4, "tensor_parallel_size": 3}, r"data_parallel_size = 1: times .*change either"),
+        (
+            {"nodes": 3, "gpus": 2, "tensor_parallel_size": 3, "data_parallel_size": 2},
+            "tensor_parallel_size = 3: neither",
+        ),
+        ({"nodes": 1, "gpus": 4, "tensor_parallel_size": 8}, "tensor_parallel_size = 8: is more than gpus = 4"),
+        ({"nodes": 1, "gpus": 4, "tensor_parallel_size": 2, "data_parallel_size": 4}, "data_parallel_size = 4: times"),
+        ({"nodes": 2, "gpus": 0, "data_parallel_size": 3}, "data_parallel_size = 3: is no multiple of nodes = 2"),
+        (
+            {"nodes": 2, "gpus": 0, "tensor_parallel_size": 2, "data_parallel_size": 2},
+            "tensor_parallel_size = 2: needs GPUs",
+        ),
+        (
+            {
+                "nodes": 2,
+                "gpus": 1,
+                "data_parallel_size": 2,
+                "command": ["p", "-m", "vllm.entrypoints.openai.api_server"],
+            },
+            "vllm serve",
+        ),
+    ],
+)
+def test_what_cannot_be_spread_over_nodes_is_refused(server: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        config(**server)

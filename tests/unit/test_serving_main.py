@@ -9,16 +9,9 @@ from slipstream.config_file import dump_config
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json, write_atomic, write_json
 from slipstream.serving import main as main_module
-from slipstream.serving.main import (
-    ABANDONED_S,
-    PORT_TRIES,
-    Abandoned,
-    Leader,
-    StartError,
-    generated_tokens,
-    required,
-    run,
-)
+from slipstream.serving.abandoned import ABANDONED_S, Abandoned
+from slipstream.serving.main import PORT_TRIES, Leader, StartError, required, run
+from slipstream.serving.stall import generated_tokens
 
 PORT_IS_TAKEN = "import sys; print('OSError: [Errno 98] Address already in use', sys.argv); sys.exit(1)"
 
@@ -111,3 +104,16 @@ def test_a_server_whose_learner_and_supervisor_are_gone_is_abandoned(tmp_path: P
     (folder.path / "exit" / "learner-cc.json").unlink()
     assert not abandoned.look(7 * late + 1)
     assert abandoned.look(8 * late + 1)
+
+
+def test_a_server_is_kept_for_the_next_attempt_of_the_learner(tmp_path: Path) -> None:
+    folder, _ = make_run(tmp_path)
+    late = ABANDONED_S + 1
+    write_json(folder.path / "exit" / "learner-aa.json", {"attempt": 1})
+    assert [folder.begin_attempt(None, 0), folder.begin_attempt(None, 0)] == [1, 2]
+    abandoned = Abandoned(folder, 1)
+    assert [abandoned.look(t * late) for t in range(3)] == [False] * 3, "a newer attempt has begun"
+    write_json(folder.path / "exit" / "learner-bb.json", {"attempt": 2})
+    assert [abandoned.look(t * late) for t in range(3, 5)] == [False, True]
+    write_json(folder.assignment_file, {"attempt": 3, "server": "s", "learner": "l"})
+    assert not abandoned.look(6 * late)

@@ -30,7 +30,8 @@ def config_of(**sections: dict) -> RunConfig:
 
 
 FOUR = config_of(
-    server={"nodes": 2, "gpus": 8}, learner={"nodes": 2, "gpus": 4, "processes_per_node": 4},
+    server={"nodes": 2, "gpus": 8, "tensor_parallel_size": 8, "data_parallel_size": 2},
+    learner={"nodes": 2, "gpus": 4, "processes_per_node": 4},
     cluster={"shape": "one_allocation"},
 )  # fmt: skip
 

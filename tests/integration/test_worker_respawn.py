@@ -1,0 +1,52 @@
+"""A rollout process that is killed or stopped under a whole learner: training goes on, and the ledger is clean."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from slipstream.metrics.audit import check_lines
+from slipstream.run_folder import RunFolder, read_jsonl
+from tests.learner_process import finish, learner, learner_run, ranks_of, reach, rollout_process, write_prompts
+from tests.serving_process import VllmServer, wait_for
+
+pytestmark = pytest.mark.integration
+
+PROMPTS = 48
+
+
+@pytest.mark.parametrize(("sent", "bound_s"), [(signal.SIGKILL, 300.0), (signal.SIGSTOP, 30.0)])
+def test_training_goes_on_and_every_prompt_is_settled_once(
+    vllm_server: VllmServer, tmp_path: Path, sent: signal.Signals, bound_s: float
+) -> None:
+    data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
+    settings = {"num_train_epochs": 2, "learning_rate": 1e-5, "rollout_worker_timeout": bound_s, "save_steps": 4}
+    run = learner_run(tmp_path / "runs", "respawn", vllm_server, data, **settings)
+    with learner(run, 1) as leader:
+        reach(run, leader, 2)
+        ranks = {process.pid for process in ranks_of(leader)}
+        lost = rollout_process(leader)
+        lost.send_signal(sent)
+
+        def replaced() -> bool:
+            assert leader.poll() is None, run.log_file("learner", 1).read_text()[-4000:]
+            return bool(read_events(run))
+
+        wait_for(replaced, "that another process took its place", 120)
+        assert {process.pid for process in ranks_of(leader)} == ranks, "the same ranks"
+        assert not psutil.pid_exists(lost.pid)
+        assert rollout_process(leader).pid != lost.pid
+        finish(run, leader, 1)
+    (event,) = read_events(run)
+    assert event["count"] == 1
+    assert ("SIGKILL" if sent == signal.SIGKILL else "has not beaten for") in event["reason"]
+    assert check_lines(run.merged_records("ledger.jsonl"), PROMPTS, 2) == []
+    steps = [line["step"] for line in run.merged_records("metrics.jsonl") if "loss" in line]
+    assert steps == list(range(1, steps[-1] + 1))
+
+
+def read_events(run: RunFolder) -> list[dict[str, Any]]:
+    events = read_jsonl(run.records(1) / "events.jsonl")
+    return [event for event in events if event["event"] == "rollout_worker_restarted"]
