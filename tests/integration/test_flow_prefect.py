@@ -17,7 +17,7 @@ import pytest
 from cluster.local_jobs import cancel_jobs, job_processes
 from slipstream.process import last_lines, spawn, stop
 from slipstream.run_folder import RunFolder, read_json
-from tasks.prepare import all_jobs
+from tasks.stored import all_jobs
 
 pytestmark = pytest.mark.integration
 
@@ -38,35 +38,52 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a `prefect server start` that asks for a password."""
-    home = tmp_path_factory.mktemp("prefect-server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    argv = [sys.executable, "-m", "prefect", "server", "start", "--no-ui", "--host", "127.0.0.1", "--port", str(port)]
-    settings = {
-        "PREFECT_HOME": str(home),
-        "PREFECT_SERVER_API_AUTH_STRING": PASSWORD,
-        "PREFECT_API_AUTH_STRING": PASSWORD,
-    }
-    server = spawn(argv, home / "server.log", environment(**settings))
-    url = f"http://127.0.0.1:{port}/api"
-    end = time.monotonic() + PATIENCE_S
-    try:
-        while True:
-            try:
-                if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            assert server.poll() is None, last_lines(home / "server.log")
+class PrefectServer:
+    """A `prefect server start` that asks for a password, on a port that it keeps."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}/api"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> "PrefectServer":
+        argv = [sys.executable, "-m", "prefect", "server", "start", "--no-ui"]
+        argv += ["--host", "127.0.0.1", "--port", str(self._port)]
+        settings = {
+            "PREFECT_HOME": str(self.home),
+            "PREFECT_SERVER_API_AUTH_STRING": PASSWORD,
+            "PREFECT_API_AUTH_STRING": PASSWORD,
+        }
+        self._process = spawn(argv, self.home / "server.log", environment(**settings))
+        end = time.monotonic() + PATIENCE_S
+        while not self._answers():
+            assert self._process.poll() is None, last_lines(self.home / "server.log")
             assert time.monotonic() < end, "the Prefect server did not start"
             time.sleep(0.2)
-        yield url
+        return self
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def kill(self) -> None:
+        if self._process is not None:
+            stop(self._process, 0)
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a running Prefect server."""
+    server = PrefectServer(tmp_path_factory.mktemp("prefect-server"))
+    try:
+        yield server.start().url
     finally:
-        stop(server)
+        server.kill()
 
 
 def ask(url: str, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -166,3 +183,67 @@ def test_called_as_a_function_it_needs_no_server(tmp_path: Path) -> None:
             flow.wait()
         cancel_jobs(all_jobs(RunFolder(tmp_path / "r")), grace_s=0.1)
     assert (read_json(tmp_path / "r" / "outcome.json") or {})["kind"] == "finish"
+
+
+def wait_phase(flow: subprocess.Popen[bytes], run: RunFolder, phase: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while (read_json(run.heartbeat_file("supervisor")) or {}).get("phase") != phase:
+        assert flow.poll() is None, last_lines(run.path.parent / "log")
+        assert time.monotonic() < end, last_lines(run.path.parent / "log")
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_the_run_goes_on_without_the_prefect_server(tmp_path: Path, comes_back: bool) -> None:
+    """How it ended is on storage before Prefect is told."""
+    (tmp_path / "prefect").mkdir()
+    server = PrefectServer(tmp_path / "prefect").start()
+    flow = called_as_a_function(
+        tmp_path,
+        PREFECT_API_URL=server.url,
+        PREFECT_API_AUTH_STRING=PASSWORD,
+        PREFECT_CLIENT_MAX_RETRIES="3",
+        STANDIN="learner:wait",
+    )
+    run = RunFolder(tmp_path / "r")
+    try:
+        wait_phase(flow, run, "training")
+        server.kill()
+        if comes_back:
+            server.start()
+        (run.path / "go").touch()
+        code = flow.wait(PATIENCE_S)
+        assert (read_json(run.path / "outcome.json") or {})["kind"] == "finish"
+        assert run.attempts() == [1]
+        assert processes(run) == []
+        if comes_back:
+            assert code == 0, last_lines(tmp_path / "log")
+            (flow_run,) = ask(server.url, "flow_runs/filter", {})
+            assert flow_run["state_type"] == "COMPLETED"
+    finally:
+        server.kill()
+        if flow.poll() is None:
+            flow.kill()
+            flow.wait()
+        cancel_jobs(all_jobs(run), grace_s=0.1)
+
+
+def test_a_killed_flow_is_taken_over(api: str, tmp_path: Path) -> None:
+    flow = called_as_a_function(tmp_path, PREFECT_API_URL=api, PREFECT_API_AUTH_STRING=PASSWORD, STANDIN="learner:wait")
+    run = RunFolder(tmp_path / "r")
+    try:
+        wait_phase(flow, run, "training")
+        flow.kill()
+        flow.wait()
+        jobs = run.assignment()
+        (run.path / "go").touch()
+        command = [sys.executable, str(STANDINS / "standin_cli.py"), "supervise", str(run.path)]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "has finished: the learner has finished" in done.stdout
+        assert (run.assignment(), run.attempts()) == (jobs, [1])
+        assert processes(run) == []
+    finally:
+        cancel_jobs(all_jobs(run), grace_s=0.1)

@@ -58,6 +58,9 @@ class Standin:
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "raise":
             raise RuntimeError(f"the {self.role}'s leader is broken")
+        if kind == "wait":
+            while not (self.run.path / "go").exists() and not self.signal:
+                time.sleep(0.05)
         if kind == "hang":
             self.until_stopped()
         if kind == "deaf":
