@@ -38,7 +38,7 @@ from tasks.outcome import NothingToResume, Outcome, write_outcome
 from tasks.prepare import check_resumable, prepare
 from tasks.records import assign, assigned_jobs, forgive, log_event, read_faults, record_fault, run_step
 from tasks.start import next_attempt
-from tasks.stored import origin, stored_config
+from tasks.stored import all_jobs, backend_anyway, origin, stored_config
 
 ROLE = "allocation"
 LOOK_S = 0.2
@@ -111,6 +111,7 @@ def begin(job: Job, path: Path, overrides: Sequence[str]) -> tuple[RunFolder, in
         run = RunFolder.open(path)
         claim(run)
         _fits(stored_config(run), job)
+        backend_anyway(run).cancel(run, all_jobs(run))
         return run, _next(run, by_person=True)
     config = config_of(path, overrides)
     _fits(config, job)
@@ -160,7 +161,9 @@ def _next(run: RunFolder, by_person: bool) -> int:
         if path.exists():
             path.replace(path.with_name(f"{path.stem}-{newest_attempt(run)}.json"))
     with origin(run):
-        attempt = next_attempt(run, stored_config(run))
+        attempt, notes = next_attempt(run, stored_config(run))
+    for note in notes:
+        print(note, flush=True)
     if by_person:
         forgive(run, attempt)
     return attempt
@@ -232,6 +235,7 @@ class Batch:
                 self.say(run, f"{self.asked[0]}: the learner saves and leaves")
                 with contextlib.suppress(OSError):
                     write_json(leave, {"signal": self.asked[0], "time": time.time()})
+                child.send_signal(signal.SIGUSR2)  # srun hands it to all leaders: one that still loads looks for no file
             time.sleep(LOOK_S)
         return child.returncode
 
