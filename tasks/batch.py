@@ -235,7 +235,9 @@ class Batch:
                 self.say(run, f"{self.asked[0]}: the learner saves and leaves")
                 with contextlib.suppress(OSError):
                     write_json(leave, {"signal": self.asked[0], "time": time.time()})
-                child.send_signal(signal.SIGUSR2)  # srun hands it to all leaders: one that still loads looks for no file
+                child.send_signal(
+                    signal.SIGUSR2
+                )  # srun hands it to all leaders: one that still loads looks for no file
             time.sleep(LOOK_S)
         return child.returncode
 
