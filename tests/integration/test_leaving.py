@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,11 +121,37 @@ def leave(run: RunFolder, leader: subprocess.Popen[bytes]) -> dict[str, Any]:
     return exit_record(run)
 
 
+class Gate:
+    """How many requests for generation may pass. A run whose data is longer cannot end before it is told to leave."""
+
+    def __init__(self) -> None:
+        self.allowed = PROMPTS // 2
+        self.asked = 0
+        self.over = False
+
+    async def __call__(self, request: web.Request, body: bytes) -> None:
+        if request.path in GENERATION:
+            self.asked += 1
+            mine = self.asked
+            while mine > self.allowed and not self.over:
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def held(vllm_server: VllmServer) -> Iterator[tuple[VllmServer, Gate]]:
+    """The server behind a proxy that lets half of a run's prompts pass."""
+    gate = Gate()
+    with FaultProxy(vllm_server.base_url, hold=gate) as proxy:
+        yield dataclasses.replace(vllm_server, base_url=proxy.url), gate
+        gate.over = True
+
+
 def test_both_ranks_leave_at_the_same_step_and_a_resumed_attempt_reaches_the_end(
-    vllm_server: VllmServer, tmp_path: Path
+    held: tuple[VllmServer, Gate], tmp_path: Path
 ) -> None:
+    server, gate = held
     data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
-    run = learner_run(tmp_path / "runs", "leaving", vllm_server, data, num_train_epochs=1, save_steps=100)
+    run = learner_run(tmp_path / "runs", "leaving", server, data, num_train_epochs=1, save_steps=100)
     with learner(run, 1) as leader:
         reach(run, leader, 2)
         record = leave(run, leader)
@@ -139,7 +164,8 @@ def test_both_ranks_leave_at_the_same_step_and_a_resumed_attempt_reaches_the_end
     assert {beat["incarnation"] for beat in beats.values()} == {record["incarnation"]}
     assert [saved for saved, _ in complete_checkpoints(run.output(1))] == [step]
     assert not (run.output(1) / "final").exists()
-    attempt = begin_attempt(run, vllm_server)
+    gate.over = True
+    attempt = begin_attempt(run, server)
     assert run.fence(attempt)["step"] == step
     with learner(run, attempt) as leader:
         finish(run, leader, attempt)
@@ -148,31 +174,12 @@ def test_both_ranks_leave_at_the_same_step_and_a_resumed_attempt_reaches_the_end
     assert steps == list(range(1, steps[-1] + 1)), "no step is missing, and none is redone"
 
 
-@pytest.fixture
-def held(vllm_server: VllmServer) -> Iterator[tuple[FaultProxy, threading.Event]]:
-    """A proxy that holds back all generation while the event is set."""
-    hold_back, over = threading.Event(), threading.Event()
-
-    async def hold(request: web.Request, body: bytes) -> None:
-        while request.path in GENERATION and hold_back.is_set() and not over.is_set():
-            await asyncio.sleep(0.02)
-
-    with FaultProxy(vllm_server.base_url, hold=hold) as proxy:
-        yield proxy, hold_back
-        over.set()
-
-
-def test_it_leaves_while_it_waits_for_rollouts_that_do_not_come(
-    vllm_server: VllmServer, held: tuple[FaultProxy, threading.Event], tmp_path: Path
-) -> None:
-    proxy, hold_back = held
-    server = dataclasses.replace(vllm_server, base_url=proxy.url)
+def test_it_leaves_while_it_waits_for_rollouts_that_do_not_come(held: tuple[VllmServer, Gate], tmp_path: Path) -> None:
+    server, gate = held
     data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
     run = learner_run(tmp_path / "runs", "waiting", server, data, num_train_epochs=1, save_steps=100)
     with learner(run, 1) as leader:
-        reach(run, leader, 2)
-        hold_back.set()
-
+        reach(run, leader, 1)
         seen: list[dict[str, Any]] = []
 
         def stands_still() -> bool:
@@ -189,7 +196,7 @@ def test_it_leaves_while_it_waits_for_rollouts_that_do_not_come(
     assert [saved for saved, _ in complete_checkpoints(run.output(1))] == [step]
     state = RolloutState.read(run.output(1) / f"checkpoint-{step}")
     assert state.ledger_step in (step, step + 1)
-    hold_back.clear()
+    gate.over = True
     attempt = begin_attempt(run, server)
     with learner(run, attempt) as leader:
         finish(run, leader, attempt)
