@@ -128,18 +128,32 @@ class Supervisor:
                 self._tell(seen, decision)
             if decision.ending is not None:
                 return self._end(decision)
-            for action in decision.actions:
-                if not lease.held():
+            try:
+                if not self._act(lease, decision):
                     return None
-                if action.kind is Kind.STOP and decision.fault is not None:
-                    self._give_up(decision.fault)
-                elif action.kind is Kind.START and action.role and not self._start(action.role):
-                    break
-                elif action.kind is Kind.LEAVE and action.role:
-                    self._ask_to_leave(action.role, decision.reason)
+            except OSError as error:
+                self._storage_fails(decision, error)
             if decision.actions[0].kind is Kind.WAIT:
                 self.sleep()
         return None
+
+    def _act(self, lease: Lease, decision: Decision) -> bool:
+        """Do what was decided; False where another process has taken over. Raises OSError."""
+        for action in decision.actions:
+            if not lease.held():
+                return False
+            if action.kind is Kind.STOP and decision.fault is not None:
+                self._give_up(decision.fault)
+            elif action.kind is Kind.START and action.role and not self._start(action.role):
+                break
+            elif action.kind is Kind.LEAVE and action.role:
+                self._ask_to_leave(action.role, decision.reason)
+        return True
+
+    def _storage_fails(self, decision: Decision, error: OSError) -> None:
+        """What cannot be recorded is not done: the run ends, and its newest checkpoint is what a resume starts from."""
+        reason = f"the run's storage takes no writes ({error}): make room, then resume; {decision.reason}"
+        raise RunFailed(str(self.run.path), Outcome(Kind.FAIL, reason, decision.role)) from error
 
     def _look(self) -> Observation:
         self._jobs, missing = assigned_jobs(self.run)

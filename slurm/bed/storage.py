@@ -145,12 +145,23 @@ def delete(folder: Path) -> None:
     if left := mounted_under(str(folder)):
         raise BedError(f"{folder} is not removed: mounted there: {', '.join(left)}")
     empty(folder, keep=STATE_FILE)  # last: what is half removed can be removed again
-    shutil.rmtree(folder)
+    remove_tree(folder)
+
+
+def remove_tree(folder: Path) -> None:
+    """Also where somebody else is removing it at the same time."""
+
+    def gone(_function: object, _path: str, error: tuple[type, BaseException, object]) -> None:
+        if not isinstance(error[1], FileNotFoundError):
+            raise error[1]
+
+    shutil.rmtree(folder, onerror=gone)
 
 
 def empty(folder: Path, keep: str = "") -> None:
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != keep:
-            entry.unlink()
+    with contextlib.suppress(FileNotFoundError):
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                remove_tree(entry)
+            elif entry.name != keep:
+                entry.unlink(missing_ok=True)

@@ -42,6 +42,7 @@ class Acts:
         self._stop_run = stop_run
         self._lease_s = lease_s
         self.cancelled_at: float | None = None
+        self.given_up: list[int | None] = []
         self._undo: list[Callable[[], None]] = []
 
     def mend(self) -> None:
@@ -120,6 +121,29 @@ class Acts:
     def slurmd_restarted(self, at: dict[str, Any], go: Path) -> None:
         self.bed.restart_slurmd(at["host"])
         go.touch()
+
+    def storage_full(self, at: dict[str, Any], go: Path) -> None:
+        filler = self.bed.limited / "filler"
+        self._undo.append(lambda: filler.unlink(missing_ok=True))
+        go.touch()
+        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 16))
+        self._until_given_up()
+
+    def storage_readonly(self, at: dict[str, Any], go: Path) -> None:
+        self._undo.append(lambda: self.bed.storage("limited", "rw"))
+        go.touch()
+        self.bed.storage("limited", "ro")
+        self._until_given_up()
+
+    def _until_given_up(self) -> None:
+        """Until the supervisor has ended and left nothing behind; then the storage is mended."""
+        end = time.monotonic() + 4 * LONG_S
+        while time.monotonic() < end and any(process.poll() is None for process in self._supervisors):
+            time.sleep(0.2)
+        self.given_up = [process.poll() for process in self._supervisors]
+        self.mend()
 
     def cancel(self, at: dict[str, Any], go: Path) -> None:
         self.cancelled_at = time.monotonic()

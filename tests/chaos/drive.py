@@ -79,7 +79,8 @@ class Driver:
         self.run = RunFolder(folder / "runs" / RUN_ID)
         self.supervisors: list[subprocess.Popen[str]] = []
         self.acts = Acts(bed, self.run, self.supervisors, self.start_supervisor, self.stop_run, LEASE_S)
-        self._log = open(folder / "supervisor.log", "a")  # noqa: SIM115
+        self.log = bed.shared / "chaos" / f"seed-{scenario.seed}.log"
+        self._log = open(self.log, "w")  # noqa: SIM115
 
     def start_supervisor(self) -> None:
         command = [PYTHON, "-m", "tests.chaos.supervise", str(self.config), RUN_ID]
@@ -110,6 +111,10 @@ class Driver:
             acting.join(90)
             self.acts.mend()
             self._clean()
+        if self.scenario.storage and not (self.acts.given_up and all(self.acts.given_up)):
+            problems.append(f"the supervisor did not give up: {self.acts.given_up}")
+        if self.scenario.storage and "storage takes no writes" not in self.log.read_text():
+            problems.append("the supervisor did not say that the storage takes no writes")
         return self._result(problems, time.monotonic() - begun)
 
     _over = False
@@ -182,11 +187,14 @@ class Driver:
 
 def run_scenario(bed: Bed, scenario: Scenario, keep: bool = False) -> Result:
     """Run and judge one; its files stay only where something is wrong, or with `keep`."""
-    folder = bed.shared / "chaos" / f"seed-{scenario.seed}"
+    (bed.shared / "chaos").mkdir(exist_ok=True)
+    folder = (bed.folder / (scenario.storage or "shared")) / "chaos" / f"seed-{scenario.seed}"
     shutil.rmtree(folder, ignore_errors=True)
-    result = Driver(bed, scenario, folder).drive()
+    driver = Driver(bed, scenario, folder)
+    result = driver.drive()
     if result.right and not keep:
         shutil.rmtree(folder, ignore_errors=True)
+        driver.log.unlink(missing_ok=True)
     else:
         print(f"seed {scenario.seed}: files in {folder}", file=sys.stderr)
     return result

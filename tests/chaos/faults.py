@@ -34,6 +34,7 @@ class Fault:
         second: it may strike while the run recovers from another fault.
         always: it strikes at every such event.
         settings: of the cluster profile that it needs.
+        storage: of the bed that the run lies on, where that is not the shared one.
         lasts_s: seconds for which the run must go on after it.
     """
 
@@ -49,6 +50,7 @@ class Fault:
     shapes: tuple[str, ...] = BOTH
     second: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
+    storage: str = ""
     lasts_s: float = 0.0
 
 
@@ -96,6 +98,9 @@ FAULTS: tuple[Fault, ...] = (
     _step("controller away", act="controller_away", lasts_s=20.0),
     _step("accounting away", act="accounting_away", lasts_s=20.0),
     _step("slurmd restarted", act="slurmd_restarted", lasts_s=6.0),
+    # storage that is mended once the supervisor has given up, and another is started
+    _step("storage runs full", act="storage_full", storage="limited", second=False),
+    _step("storage turns read-only", act="storage_readonly", storage="limited", second=False),
     # what ends a run
     Fault("storage full", "save.middle", ("enospc",), end=End.FAILED, steps=True, during_save=True),
     Fault("reward that always raises", "rollout.group", ("raise",), end=End.FAILED, always=True, second=False),

@@ -1,5 +1,6 @@
 """From a seed to a scenario. Pure: the same seed gives the same run and the same faults."""
 
+import itertools
 import random
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -45,6 +46,7 @@ class Scenario:
     steps: int
     step_s: float
     profile: dict[str, Any]
+    storage: str
     injections: tuple[Injection, ...]
 
     @property
@@ -97,8 +99,20 @@ def plan(seed: int, faults: tuple[Fault, ...] = FAULTS) -> Scenario:
         steps=steps,
         step_s=round(max(LEAST_STEP_S, sum(fault.lasts_s for fault in met) / (steps - steps // 3 - 1)), 2),
         profile=dict(first.settings),
+        storage=first.storage,
         injections=tuple(made),
     )
+
+
+def scenario_of(fault: str, shape: str | None = None, second: str = "") -> Scenario:
+    """The first scenario that meets this fault alone, or with `second` in its name."""
+    names = [one.name for one in FAULTS]
+    for seed in itertools.count(names.index(fault), len(names)):
+        found = plan(seed)
+        fits = second in found.names if second else len(found.injections) == 1
+        if fits and shape in (None, found.shape):
+            return found
+    raise AssertionError("endless")
 
 
 def _injection(name: str, fault: Fault, draw: random.Random, steps: int, save_steps: int, world: int) -> Injection:

@@ -181,7 +181,7 @@ def test_what_ignores_term_is_killed_long_before_the_clusters_own_patience(bed: 
         conf.write_text(text.replace("KillWait=3\n", "KillWait=900\n"))
         bed.command("scontrol", "reconfigure")
         assert "KillWait                = 900" in bed.command("scontrol", "show", "config")
-        backend.submit("deaf", config={"server": {"nodes": 2, "gpus": 0}})
+        backend.submit("deaf", config={"server": {"nodes": 2, "gpus": 0, "data_parallel_size": 2}})
         backend.facts("server-0")
         backend.facts("server-1")
         assert backend("cancel", kill_after_s=1.0) == ["aa11"]
@@ -193,7 +193,7 @@ def test_what_ignores_term_is_killed_long_before_the_clusters_own_patience(bed: 
 
 
 def test_a_lost_node(bed: Bed, backend: Backend) -> None:
-    backend.submit(exclude=["n1", "n2"], config={"server": {"nodes": 2, "gpus": 0}})
+    backend.submit(exclude=["n1", "n2"], config={"server": {"nodes": 2, "gpus": 0, "data_parallel_size": 2}})
     hosts = {backend.facts(f"server-{rank}")["host"] for rank in (0, 1)}
     assert len(hosts) == 2
     assert not hosts & {"n1", "n2"}
@@ -203,7 +203,7 @@ def test_a_lost_node(bed: Bed, backend: Backend) -> None:
 
 
 def test_one_allocation_learners_first_that_ends_together(bed: Bed, backend: Backend) -> None:
-    config = {"server": {"nodes": 2, "gpus": 1}, "learner": {"gpus": 2, "processes_per_node": 2}}
+    config = {"server": {"nodes": 2, "gpus": 1, "data_parallel_size": 2}, "learner": {"gpus": 2, "processes_per_node": 2}}
     config["cluster"] = {"shape": "one_allocation"}
     leaders = {role: f"standin_slurm_leaders:{role}" for role in ("server", "learner")}
     backend.submit(role="allocation", leaders=leaders, config=config)
