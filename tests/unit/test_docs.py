@@ -35,3 +35,15 @@ def test_the_tests_that_the_algorithm_s_page_names_are_there() -> None:
                 assert (DOCS.parent / "tests" / folder / word.strip("`")).is_file(), f"{folder}/{word}"
                 named += 1
     assert named > 50
+
+
+def test_the_tests_that_the_recovery_page_names_are_there() -> None:
+    page = (DOCS / "recovery.md").read_text()
+    rows = [row for row in page.splitlines() if row.startswith("| ") and "---" not in row][1:]
+    assert len(rows) == 17
+    for row in rows:
+        assert re.search(r"\b[RFI]\b", row.split("|")[3]), row
+        for name in re.findall(r"I `(test_\w+\.py)`", row):
+            assert (DOCS.parent / "tests" / "integration" / name).is_file(), name
+    for name in re.findall(r"`(tests/\w+/test_\w+\.py)`", page):
+        assert (DOCS.parent / name).is_file(), name
