@@ -203,7 +203,10 @@ def test_a_lost_node(bed: Bed, backend: Backend) -> None:
 
 
 def test_one_allocation_learners_first_that_ends_together(bed: Bed, backend: Backend) -> None:
-    config = {"server": {"nodes": 2, "gpus": 1, "data_parallel_size": 2}, "learner": {"gpus": 2, "processes_per_node": 2}}
+    config = {
+        "server": {"nodes": 2, "gpus": 1, "data_parallel_size": 2},
+        "learner": {"gpus": 2, "processes_per_node": 2},
+    }
     config["cluster"] = {"shape": "one_allocation"}
     leaders = {role: f"standin_slurm_leaders:{role}" for role in ("server", "learner")}
     backend.submit(role="allocation", leaders=leaders, config=config)
