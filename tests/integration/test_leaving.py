@@ -18,7 +18,7 @@ from aiohttp import web
 from transformers import TrainerCallback
 
 from slipstream.learner.checkpoint import RolloutState, complete_checkpoints
-from slipstream.learner.ledger import audit
+from slipstream.metrics.audit import check_lines
 from slipstream.process import INCARNATION_ENV
 from slipstream.run_folder import RunFolder, read_json, write_json
 from tests.fault_proxy import GENERATION, FaultProxy
@@ -143,7 +143,7 @@ def test_both_ranks_leave_at_the_same_step_and_a_resumed_attempt_reaches_the_end
     assert run.fence(attempt)["step"] == step
     with learner(run, attempt) as leader:
         finish(run, leader, attempt)
-    assert audit(run.merged_records("ledger.jsonl"), PROMPTS, 1) == []
+    assert check_lines(run.merged_records("ledger.jsonl"), PROMPTS, 1) == []
     steps = [line["step"] for line in run.merged_records("metrics.jsonl") if "loss" in line]
     assert steps == list(range(1, steps[-1] + 1)), "no step is missing, and none is redone"
 
@@ -193,7 +193,7 @@ def test_it_leaves_while_it_waits_for_rollouts_that_do_not_come(
     attempt = begin_attempt(run, server)
     with learner(run, attempt) as leader:
         finish(run, leader, attempt)
-    assert audit(run.merged_records("ledger.jsonl"), PROMPTS, 1) == []
+    assert check_lines(run.merged_records("ledger.jsonl"), PROMPTS, 1) == []
 
 
 def test_a_cancelled_learner_stops_at_once_though_a_rank_does_not_listen(

@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.config_file import dump_config
 from slipstream.learner.checkpoint import RolloutState, latest_complete
-from slipstream.learner.ledger import audit
+from slipstream.metrics.audit import check_lines
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json, read_jsonl, write_atomic, write_json
 from slipstream.serving.control import ServerControl, ServerError
@@ -148,7 +148,7 @@ def test_a_server_that_dies_twice_costs_no_step_and_no_prompt(
         assert (read_json(run.heartbeat_file("learner")) or {})["pid"] == rank.pid, "the same learner all the time"
 
     lines = read_jsonl(run.records(1) / "ledger.jsonl")
-    assert audit(run.merged_records("ledger.jsonl"), PROMPTS, 1) == []
+    assert check_lines(run.merged_records("ledger.jsonl"), PROMPTS, 1) == []
     assert len(lines) == PROMPTS
     steps = [line["step"] for line in read_jsonl(run.records(1) / "metrics.jsonl") if "loss" in line]
     assert steps == list(range(1, result["steps"] + 1))

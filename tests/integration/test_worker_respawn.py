@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from slipstream.learner.ledger import audit
+from slipstream.metrics.audit import check_lines
 from slipstream.run_folder import RunFolder, read_jsonl
 from tests.learner_process import finish, learner, learner_run, ranks_of, reach, rollout_process, write_prompts
 from tests.serving_process import VllmServer, wait_for
@@ -42,7 +42,7 @@ def test_training_goes_on_and_every_prompt_is_settled_once(
     (event,) = read_events(run)
     assert event["count"] == 1
     assert ("SIGKILL" if sent == signal.SIGKILL else "has not beaten for") in event["reason"]
-    assert audit(run.merged_records("ledger.jsonl"), PROMPTS, 2) == []
+    assert check_lines(run.merged_records("ledger.jsonl"), PROMPTS, 2) == []
     steps = [line["step"] for line in run.merged_records("metrics.jsonl") if "loss" in line]
     assert steps == list(range(1, steps[-1] + 1))
 
