@@ -265,6 +265,14 @@ class FullRun:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
 
+    def limit_time(self, role: str, seconds: float) -> None:
+        """The newest job of a role ends so many seconds from now, at its time limit (which may not be below a minute)."""
+        job = self.job(role).job_id
+        begun = self.bed.command("squeue", "-h", "-j", job, "-o", "%S").strip()
+        ran = time.time() - time.mktime(time.strptime(begun, "%Y-%m-%dT%H:%M:%S"))
+        minutes, rest = divmod(max(int(ran + seconds), 60), 60)
+        self.bed.command("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}:{rest:02d}")
+
     def close(self) -> None:
         """Nothing of the run goes on."""
         for process in self.started:
