@@ -194,26 +194,42 @@ class FullRun:
         """The newest job of a role."""
         return next(job for job in reversed(self.jobs()) if job.role in (role, "allocation"))
 
-    def host(self, role: str) -> str:
-        """The first node of the newest job of a role."""
+    def nodes(self, role: str) -> list[str]:
+        """Of the newest job of a role: of one allocation the learner's come first, the server's last."""
         nodes = self.bed.command("squeue", "-h", "-j", self.job(role).job_id, "-o", "%N").strip()
-        return self.bed.command("scontrol", "show", "hostnames", nodes).split()[0]
+        return self.bed.command("scontrol", "show", "hostnames", nodes).split()
 
-    def processes(self, word: str) -> list[psutil.Process]:
-        """Processes of the bed's user whose command line has `word`."""
+    def host(self, role: str) -> str:
+        """The role's first node."""
+        nodes, whole = self.nodes(role), self.job(role).role == "allocation"
+        return nodes[-1] if whole and role == "server" else nodes[0]
+
+    def processes(self, *words: str, machine: str = "") -> list[psutil.Process]:
+        """Processes of the bed's user whose command line has all of `words`, without clients of SLURM."""
         found = []
         for one in self.bed.processes(USER):
-            if word in one.command:
+            client = one.command.split(" ")[0].rpartition("/")[2] == "srun"
+            if all(word in one.command for word in words) and not client and machine in ("", one.machine):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     found.append(psutil.Process(one.pid))
         return found
 
     def ranks(self) -> list[psutil.Process]:
-        return [p for p in self.processes("-m slipstream.learner.main") if "torchrun" not in " ".join(p.cmdline())]
+        found = self.processes("-m slipstream.learner.main")
+        return [process for process in found if "slipstream.learner.torchrun" not in process.cmdline()]
+
+    def rollout(self) -> list[psutil.Process]:
+        """The only process that rank 0 has spawned through multiprocessing."""
+        ranks = {process.pid for process in self.ranks()}
+        return [process for process in self.processes("spawn_main") if process.ppid() in ranks]
 
     def engine(self) -> list[psutil.Process]:
-        """vLLM: its API server."""
+        """vLLM's API server."""
         return self.processes("vllm.entrypoints")
+
+    def leader(self, role: str) -> list[psutil.Process]:
+        """The process that stands in front of a role on its first node."""
+        return self.processes("-m cluster.entry", self.job(role).incarnation, machine=self.host(role))
 
     def reach(self, step: int, seconds: float = START_S, attempt: int = 1, led: bool = True) -> None:
         """Wait for a line of metrics of this step, in `attempt` or later; with `led` fails where nobody leads the run."""
@@ -282,10 +298,10 @@ class FullRun:
         self._log.close()
 
 
+def steps_of(run: RunFolder) -> list[tuple[float, int]]:
+    """(seconds since the epoch, step) of every line of metrics that counts."""
+    return [(line["time"], line["step"]) for line in run.merged_records("metrics.jsonl") if "loss" in line]
+
+
 def until(condition: Callable[[], Any], what: str, seconds: float = RECOVER_S) -> Any:
     return wait_for(condition, what, seconds)
-
-
-def fresh(path: Path) -> str:
-    """A name that no other run on the bed has."""
-    return f"{path.name}-{time.time_ns() % 10**9}"
