@@ -1,4 +1,4 @@
-.PHONY: setup demo test test-fast test-slurm lint clean
+.PHONY: setup demo test test-fast test-slurm test-full lint clean
 
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -30,7 +30,11 @@ test: setup  ## everything: unit tests, exactness of model and loss, then real s
 
 test-slurm: setup  ## the SLURM test bed (root, Debian)
 	@$(PY) slurm/testbed install --if-possible
-	HF_HUB_OFFLINE=1 $(PY) -m pytest tests/slurm
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not full" tests/slurm
+
+test-full: test  ## besides, every row of the recovery table on the full stack (hours)
+	@$(PY) slurm/testbed install --if-possible
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -m full tests/slurm
 
 clean:
 	rm -rf .venv .venv-vllm runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

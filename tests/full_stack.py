@@ -19,8 +19,6 @@ from slurm.bed import Bed
 from slurm.bed.bed import ROOT
 from slurm.bed.machines import inside
 from tasks.lease import newest_term
-from tests.models import save_tiny_model
-from tests.serving_process import wait_for
 
 USER = "bed1"
 PYTHON = str(ROOT / ".venv" / "bin" / "python")
@@ -91,6 +89,8 @@ class FullRun:
         self.prompts, self.epochs = prompts, epochs
         self.folder.mkdir(parents=True)
         (self.folder / "runs").mkdir()
+        from tests.models import save_tiny_model  # torch
+
         save_tiny_model(self.folder / "model", tied=True)
         self._pace = self.folder / "pace"
         self.pace(pace_s)
@@ -99,7 +99,7 @@ class FullRun:
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         profile_file = self.folder / "profile.toml"
         profile_file.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in {**PROFILE, **(profile or {})}.items()))
-        whole = {
+        whole: dict[str, dict[str, Any]] = {
             "model": {"name": str(self.folder / "model")},
             "data": {"source": str(data)},
             "trainer": {**TRAINER, "num_train_epochs": epochs},
@@ -239,7 +239,7 @@ class FullRun:
                 raise AssertionError(f"nobody leads the run any more\n{self.words()}")
             return self.attempt >= attempt and self.step >= step
 
-        wait_for(reached, f"step {step} of attempt {attempt}", seconds)
+        until(reached, f"step {step} of attempt {attempt}", seconds)
 
     @property
     def terms(self) -> int:
@@ -304,4 +304,9 @@ def steps_of(run: RunFolder) -> list[tuple[float, int]]:
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = RECOVER_S) -> Any:
-    return wait_for(condition, what, seconds)
+    """The first true value of `condition`; fails after the deadline."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
+        time.sleep(0.05)
+    return value

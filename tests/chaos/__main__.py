@@ -29,7 +29,6 @@ def main() -> int:
     parser.add_argument("--stop-at-first", action="store_true", help="stop at the first run that is not right")
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.runs)
-    make, run = (full_plan, run_full_scenario) if arguments.full else (plan, run_scenario)
     if arguments.show and arguments.full:
         for seed in seeds:
             print(full_plan(seed))
@@ -51,7 +50,10 @@ def main() -> int:
             (bed.shared / "chaos").mkdir(exist_ok=True)
             for seed in todo:
                 restore(bed)
-                result = run(bed, make(seed), arguments.keep)  # type: ignore[operator]
+                if arguments.full:
+                    result = run_full_scenario(bed, full_plan(seed), arguments.keep)
+                else:
+                    result = run_scenario(bed, plan(seed), arguments.keep)
                 results.append(arguments.results, result)
                 state = "right" if result.right else "WRONG: " + "; ".join(result.problems)
                 print(f"seed {seed}: {result.faults} ({result.shape}, {result.seconds:.0f} s): {state}", flush=True)

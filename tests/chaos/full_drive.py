@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 from slipstream.learner.checkpoint import MARKER
 from slipstream.metrics.audit_records import audit_run
@@ -24,7 +25,7 @@ PATIENCE_S = 900.0
 GONE_S = 15.0
 PAUSE_S = 6.0  # steps come every second or two: such a gap is a recovery
 
-SECTIONS = {
+SECTIONS: dict[str, dict[str, Any]] = {
     "server": {"stall_timeout": 20.0},
     "learner": {"step_timeout": 60.0, "sync_timeout": 60.0, "save_timeout": 60.0},
     "recovery": {"heartbeat_timeout": 45.0, "lease": LEASE_S},
@@ -36,7 +37,7 @@ class FullDriver:
 
     def __init__(self, bed: Bed, scenario: FullScenario, name: str) -> None:
         self.bed, self.scenario = bed, scenario
-        sections = {key: dict(value) for key, value in SECTIONS.items()}
+        sections: dict[str, Any] = {key: dict(value) for key, value in SECTIONS.items()}
         sections["learner"] |= {"nodes": scenario.nodes, "processes_per_node": scenario.ranks}
         sections["trainer"] = {"save_steps": scenario.save_steps, "rollout_worker_timeout": 15.0}
         sections["cluster"] = {"shape": scenario.shape}
