@@ -35,7 +35,8 @@ test-slurm: setup  ## runs on a real SLURM: the test bed (root, Debian), skipped
 	@$(PY) slurm/testbed install --if-possible
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --durations=10 -m "not full" tests/slurm
 
-test-full: test  ## and every row of the recovery table with real servers and learners
+test-full: test  ## besides, every row of the recovery table on the full stack (hours)
+	@$(PY) slurm/testbed install --if-possible
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --durations=10 -m full tests/slurm
 
 clean:

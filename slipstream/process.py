@@ -112,6 +112,12 @@ def last_lines(log: Path, count: int = 30) -> str:
     return "\n".join(text.splitlines()[-count:])
 
 
+# phases of rank 0 in which nothing that is to be saved exists yet
+STARTING = frozenset(
+    {"starting", "loading", "checking the ranks", "waiting for the server", "loading the model", "probing the server"}
+)
+
+
 class Heartbeat:
     """Writes a heartbeat file every few seconds from a thread, and on `update`, but not more often than twice a second.
 

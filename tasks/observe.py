@@ -6,15 +6,13 @@ from typing import Any
 from cluster.decide import ROLES, Beat, Observation, Policy
 from cluster.jobs import JobRecord, JobState, JobView
 from cluster.queue import hopeless
-from slipstream.process import last_lines
+from slipstream.process import STARTING, last_lines
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json
 from tasks.records import read_faults, run_step
 
 # Phases in which the learner loads; in any other it has begun to work.
-LOADING = frozenset(
-    {"starting", "loading", "waiting for the server", "loading the model", "probing the server", "delivering weights"}
-)
+LOADING = STARTING | {"delivering weights"}
 OVER = frozenset({"ended", "finished", "left"})
 
 

@@ -86,15 +86,27 @@ def resume_prepare(run_dir: str | Path) -> Prepared:
 def check_resumable(run: RunFolder) -> None:
     """What can be refused before a resume begins. Raises ConfigError, and NothingToResume for a run that has finished.
 
-    The caller has claimed the run: of a finished one, whose flow may have been killed before, what still runs is stopped.
+    The caller has claimed the run: of a finished one what still runs is stopped. One that finished while nobody led it
+    can be resumed: that only tells its end.
     """
-    if read_json(run.path / "result.json"):
+    if _finished(run) and not _end_is_untold(run):
         with uninterrupted():
             stopped = ", ".join(map(_job_text, backend_anyway(run).cancel(run, all_jobs(run))))
         left = f" (stopped what was left running: {stopped})" if stopped else ""
         raise NothingToResume(f"{run.run_id} has finished: `slipstream report {run.path}` shows it{left}")
     with origin(run):
         check(stored_config(run))
+
+
+def _finished(run: RunFolder) -> bool:
+    """Whether the newest attempt has a result; that of an earlier one, which was cut off meanwhile, does not count."""
+    result, newest = read_json(run.path / "result.json") or {}, newest_attempt(run)
+    return bool(result) and result.get("attempt", newest) == newest
+
+
+def _end_is_untold(run: RunFolder) -> bool:
+    """Whether whoever led the run died before its end."""
+    return bool(run.assignment()) and not run.cancel_file.exists() and not (run.path / "outcome.json").exists()
 
 
 def _resume_claimed(run: RunFolder) -> Prepared:
@@ -111,8 +123,8 @@ def _resume_claimed(run: RunFolder) -> Prepared:
                     f"{run.run_id} runs on {hosts}, and only there its processes can be seen: resume it there"
                 )
             live = [job for job in live if job not in away]  # that machine is gone; fences void what it may still write
-        if live and not ended:
-            note = "took over what runs: " + ", ".join(map(_job_text, live))
+        if not ended and (live or _finished(run)):
+            note = "took over what runs: " + (", ".join(map(_job_text, live)) or "nothing any more")
             log_event(run, newest_attempt(run), note)
             return Prepared(run, newest_attempt(run), (note,))
         stopped = backend.cancel(run, all_jobs(run))

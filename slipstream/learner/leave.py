@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from slipstream.process import INCARNATION_ENV, on_terminate
+from slipstream.process import INCARNATION_ENV, STARTING, on_terminate
 from slipstream.run_folder import RunFolder, read_json, write_json
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ LOOK_S = 1.0  # of rank 0, for the leave file; of a leader that leaves, for a ca
 REPLACED_LOOK_S = 3.0
 STOP_GRACE_S = 3.0
 REPLACED = "replaced by another job"
-
-# phases of rank 0 in which nothing that is to be saved exists yet, and nobody looks for the leave file
-STARTING = frozenset({"starting", "loading", "waiting for the server", "loading the model", "probing the server"})
 
 
 class LeaveRequested(Exception):

@@ -9,6 +9,8 @@ from pathlib import Path
 from slurm.bed import Bed
 from tests.chaos import results
 from tests.chaos.drive import run_scenario
+from tests.chaos.full_drive import run_full_scenario
+from tests.chaos.full_plan import full_plan
 from tests.chaos.plan import plan
 from tests.slurm.conftest import restore
 
@@ -19,19 +21,24 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the others count on")
     parser.add_argument("--full", action="store_true", help="with the real server and learner")
     parser.add_argument("--bed", type=Path, help="folder of a bed that runs; else one is made, and removed")
-    parser.add_argument("--results", type=Path, default=Path("chaos-results.jsonl"), help="seeds in it are skipped")
+    parser.add_argument(
+        "--results", type=Path, help="seeds in it are skipped; chaos-results.jsonl, chaos-full-results.jsonl"
+    )
     parser.add_argument("--show", action="store_true", help="only print the scenarios")
     parser.add_argument("--keep", action="store_true", help="keep the files of right runs too")
     parser.add_argument("--stop-at-first", action="store_true", help="stop at the first run that is not right")
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.runs)
+    if arguments.show and arguments.full:
+        for seed in seeds:
+            print(full_plan(seed))
+        return 0
     if arguments.show:
         for seed in seeds:
             scenario = plan(seed)
             print(seed, scenario.shape, f"{scenario.learner_nodes}x{scenario.ranks}", scenario.names, scenario.plan)
         return 0
-    if arguments.full:
-        parser.error("--full is not there yet")
+    arguments.results = arguments.results or Path(f"chaos-{'full-' if arguments.full else ''}results.jsonl")
     known = results.done(arguments.results)
     todo = [seed for seed in seeds if seed not in known]
     made = None
@@ -43,7 +50,10 @@ def main() -> int:
             (bed.shared / "chaos").mkdir(exist_ok=True)
             for seed in todo:
                 restore(bed)
-                result = run_scenario(bed, plan(seed), arguments.keep)
+                if arguments.full:
+                    result = run_full_scenario(bed, full_plan(seed), arguments.keep)
+                else:
+                    result = run_scenario(bed, plan(seed), arguments.keep)
                 results.append(arguments.results, result)
                 state = "right" if result.right else "WRONG: " + "; ".join(result.problems)
                 print(f"seed {seed}: {result.faults} ({result.shape}, {result.seconds:.0f} s): {state}", flush=True)

@@ -18,7 +18,7 @@ from cluster.jobs import read_jobs
 from cluster.local_jobs import cancel_jobs, job_processes
 from slipstream.config_file import ConfigError, Problem, dump_config, parse_config
 from slipstream.run_config import RunConfig
-from slipstream.run_folder import RunFolder, read_json, read_jsonl
+from slipstream.run_folder import RunFolder, read_json, read_jsonl, write_json
 from tasks import prepare as preparing
 from tasks.finish import finish
 from tasks.interrupt import uninterrupted
@@ -100,6 +100,27 @@ def test_a_run_finishes_and_leaves_no_process(begin: Callable[..., RunFolder]) -
     assert any(event.startswith("server submitted: job ") for event in events)
     with pytest.raises(NothingToResume, match="has finished"):
         resume_prepare(run.path)
+
+
+def test_what_finished_while_nobody_led_it_is_told_by_a_resume(begin: Callable[..., RunFolder]) -> None:
+    run = begin()
+    release(run)
+    wait_for(run.path / "result.json")
+    prepared = resume_prepare(run.path)
+    assert (prepared.attempt, run.attempts()) == (1, [1])
+    assert supervise(run, poll_s=0.1).kind is Kind.FINISH
+    assert (read_json(run.path / "outcome.json") or {})["kind"] == "finish"
+    assert not processes(run)
+
+
+def test_the_result_of_an_attempt_that_was_replaced_is_no_end(begin: Callable[..., RunFolder]) -> None:
+    run = begin("learner:die")
+    with pytest.raises(RunFailed):
+        supervise(run, poll_s=0.1)
+    run.begin_attempt(None, 0)
+    write_json(run.path / "result.json", {"attempt": 1, "steps": 4})
+    release(run)
+    assert resume_prepare(run.path).attempt == 3
 
 
 @pytest.mark.parametrize(

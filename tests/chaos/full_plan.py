@@ -1,0 +1,111 @@
+"""From a seed to a run of the full stack. Pure. Faults are injected from outside, at what can be seen from there."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.chaos.faults import BOTH, ONE, SEPARATE, End
+
+TWO_FAULTS = 0.3
+STEPS = (3, 12)  # at which a fault may strike; a run has about three times as many
+
+
+@dataclass(frozen=True)
+class FullFault:
+    """
+    Attributes:
+        act: a method of `tests.chaos.full_acts.FullActs`.
+        at: "step" (metrics have reached it), "save" (a checkpoint is begun and not sealed) or "delivery" (the learner says
+            that it delivers its weights), each at or after a step that is drawn.
+        again: the roles that must be started again because of it, in separate jobs; None: not to be judged.
+        settings: of the cluster profile that it needs.
+    """
+
+    name: str
+    act: str
+    at: str = "step"
+    end: End = End.FINISHED
+    again: frozenset[str] | None = frozenset({"learner"})
+    shapes: tuple[str, ...] = BOTH
+    second: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+NOTHING: frozenset[str] = frozenset()
+SERVER = frozenset({"server"})
+
+FULL_FAULTS = (
+    FullFault("server process killed", "kill_server", again=SERVER),
+    FullFault("rank 0 killed", "kill_rank_0"),
+    FullFault("learner node loses power", "power_off_learner"),
+    FullFault("supervisor killed", "kill_supervisor", again=NOTHING),
+    FullFault("time limit of the learner", "limit_time"),
+    FullFault("preemption of the learner", "preempt", second=False, settings={"partition": "spot"}),
+    FullFault("rollout process killed", "kill_rollout", again=NOTHING),
+    FullFault("another rank killed", "kill_rank"),
+    FullFault("rank stopped", "stop_rank"),
+    FullFault("server node loses power", "power_off_server", again=SERVER),
+    FullFault("server process stopped", "stop_server", again=SERVER),
+    FullFault("server killed during a delivery", "kill_server", at="delivery", again=SERVER),
+    FullFault("killed during a delivery", "kill_rank_0", at="delivery"),
+    FullFault("killed during a save", "kill_rank_0", at="save"),
+    FullFault("checkpoint truncated", "truncate_checkpoint"),
+    FullFault("rollout process stopped", "stop_rollout", again=NOTHING),
+    FullFault("learner leader killed", "kill_learner_leader"),
+    FullFault("server leader killed", "kill_server_leader", again=SERVER),
+    FullFault("learner node drained, then a rank killed", "drain_and_kill"),
+    FullFault("short partition of the learner", "partition_short", again=None),
+    FullFault("long partition of the learner", "partition_long", again=None),
+    FullFault("supervisor stopped longer than its lease", "stop_supervisor", again=NOTHING),
+    FullFault("controller away", "controller_away", again=NOTHING),
+    FullFault("slurmd restarted", "restart_slurmd", again=NOTHING),
+    FullFault("cancelled by a person", "cancel", end=End.CANCELLED, again=None),
+    FullFault("job cancelled by a person", "scancel", end=End.CANCELLED, again=None),
+)
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One fault of a scenario. `step`: at or after which; `attempt`: in or after which, so that a later one meets a recovery."""
+
+    fault: FullFault
+    step: int
+    attempt: int = 1
+
+
+@dataclass(frozen=True)
+class FullScenario:
+    seed: int
+    shape: str
+    nodes: int
+    ranks: int
+    save_steps: int
+    strikes: tuple[Strike, ...]
+
+    @property
+    def names(self) -> str:
+        return " + ".join(strike.fault.name for strike in self.strikes)
+
+    @property
+    def profile(self) -> dict[str, Any]:
+        return {key: value for strike in self.strikes for key, value in strike.fault.settings.items()}
+
+    @property
+    def end(self) -> End:
+        return next((s.fault.end for s in self.strikes if s.fault.end is not End.FINISHED), End.FINISHED)
+
+
+def full_plan(seed: int, faults: tuple[FullFault, ...] = FULL_FAULTS) -> FullScenario:
+    """The scenario of a seed. Seeds in a row go through all faults; everything else is drawn."""
+    draw = random.Random(seed)
+    first = faults[seed % len(faults)]
+    shape = draw.choice([shape for shape in (SEPARATE, SEPARATE, ONE) if shape in first.shapes])
+    nodes, ranks = draw.choice([(1, 2), (2, 1)])
+    strikes = [Strike(first, draw.randint(*STEPS))]
+    if first.end is End.FINISHED and draw.random() < TWO_FAULTS:
+        second = draw.choice(
+            [fault for fault in faults if fault.second and fault is not first and shape in fault.shapes]
+        )
+        recovers = bool(first.again) and draw.random() < 0.5
+        strikes.append(Strike(second, 0 if recovers else draw.randint(STEPS[1], 2 * STEPS[1]), 2 if recovers else 1))
+    return FullScenario(seed, shape, nodes, ranks, draw.randint(2, 5), tuple(strikes))
