@@ -9,7 +9,7 @@ from tests.chaos.faults import FAULTS, ONE, RECOVERING, SEPARATE, End, Fault
 from tests.doubles.outcomes import num_steps
 
 GROUP = 3
-LEAST_STEP_S = 0.05
+LEAST_STEP_S, MOST_STEP_S = 0.05, 14.0
 TWO_FAULTS = 0.3
 CANCEL_WHILE_RECOVERING = 0.08
 
@@ -97,7 +97,9 @@ def plan(seed: int, faults: tuple[Fault, ...] = FAULTS) -> Scenario:
         epochs=epochs,
         save_steps=save_steps,
         steps=steps,
-        step_s=round(max(LEAST_STEP_S, sum(fault.lasts_s for fault in met) / (steps - steps // 3 - 1)), 2),
+        step_s=round(
+            min(MOST_STEP_S, max(LEAST_STEP_S, sum(fault.lasts_s for fault in met) / (steps - steps // 3 - 1))), 2
+        ),
         profile=dict(first.settings),
         storage=first.storage,
         injections=tuple(made),
