@@ -131,10 +131,20 @@ class Acts:
                 file.write(bytes(1 << 16))
         self._until_given_up()
 
-    def storage_readonly(self, at: dict[str, Any], go: Path) -> None:
-        self._undo.append(lambda: self.bed.storage("limited", "rw"))
+    def storage_refuses(self, at: dict[str, Any], go: Path) -> None:
+        """A remount would fail while files are open for writing, so permissions take its place."""
+        paths = [self.run.path, *self.run.path.rglob("*")]
+
+        def allow() -> None:
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    path.chmod(path.stat().st_mode | 0o200)
+
+        self._undo.append(allow)
         go.touch()
-        self.bed.storage("limited", "ro")
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                path.chmod(path.stat().st_mode & ~0o222)
         self._until_given_up()
 
     def _until_given_up(self) -> None:

@@ -100,7 +100,7 @@ FAULTS: tuple[Fault, ...] = (
     _step("slurmd restarted", act="slurmd_restarted", lasts_s=6.0),
     # storage that is mended once the supervisor has given up, and another is started
     _step("storage runs full", act="storage_full", storage="limited", second=False),
-    _step("storage turns read-only", act="storage_readonly", storage="limited", second=False),
+    _step("storage refuses writes", act="storage_refuses", storage="limited", second=False),
     # what ends a run
     Fault("storage full", "save.middle", ("enospc",), end=End.FAILED, steps=True, during_save=True),
     Fault("reward that always raises", "rollout.group", ("raise",), end=End.FAILED, always=True, second=False),

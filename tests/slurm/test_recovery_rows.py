@@ -36,7 +36,7 @@ ROWS = [
     ("checkpoint truncated", SEPARATE),
     ("storage full", SEPARATE),
     ("storage runs full", None),
-    ("storage turns read-only", None),
+    ("storage refuses writes", None),
     ("cancelled by a person", SEPARATE),
     ("job cancelled by a person", SEPARATE),
     ("reward that always raises", SEPARATE),
