@@ -150,7 +150,7 @@ class Inbox:
             time.sleep(POLL_S)
 
     def _replace(self, lost: RolloutWorkerLost) -> None:
-        self._worker.kill(lost.pid)
+        self._worker.kill(lost)
         if not self._worker.gone(GONE_S):
             raise lost
         while self._receive_one():
@@ -245,7 +245,7 @@ class Inbox:
             self._worker.check()
         except RolloutWorkerLost as lost:
             # the receiving thread may be stuck in a half-written message of a process that hangs
-            self._worker.kill(lost.pid)
+            self._worker.kill(lost)
             now = time.monotonic()
             self._lost_since = self._lost_since or now
             if now - self._lost_since > REVIVE_S:

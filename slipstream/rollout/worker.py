@@ -88,6 +88,7 @@ class RolloutWorker:
         self._starting = threading.Lock()
         self._checking = threading.Lock()  # by the training thread and others
         self._traceback: str | None = None
+        self._killed: RolloutWorkerLost | None = None
 
     def _make_queues(self) -> None:
         """A process that was killed while it wrote leaves half a message, so that each start has queues of its own."""
@@ -140,10 +141,15 @@ class RolloutWorker:
             for q in (self.rollouts, self.metrics, self._exceptions):
                 q._writer.close()
 
-    def kill(self, pid: int | None) -> None:
-        """End the process of this pid at once, whatever it does; nothing where another has taken its place."""
+    def kill(self, lost: RolloutWorkerLost) -> None:
+        """End the process that is lost at once, whatever it does; nothing where another has taken its place.
+
+        Why it was lost is what `check` says of it from now on, and not that it was killed.
+        """
         process = self._process
-        if process is not None and pid is not None and process.pid == pid:
+        if process is not None and lost.pid is not None and process.pid == lost.pid:
+            if self._killed is None or self._killed.pid != lost.pid:
+                self._killed = lost
             process.kill()
 
     def gone(self, within_s: float) -> bool:
@@ -174,6 +180,8 @@ class RolloutWorker:
             dead = self._process is not None and not self._process.is_alive()
         if dead and not self._stop.is_set():
             self._check_failed()  # it may have said so since
+            if self._killed is not None and self._killed.pid == pid:
+                raise RolloutWorkerLost(str(self._killed), pid)
             code = self._process.exitcode
             how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
             raise RolloutWorkerLost(f"the rollout process died ({how}): out of memory, or killed from outside?", pid)

@@ -9,7 +9,7 @@ import pytest
 
 import slipstream.rollout.worker as worker_module
 from slipstream.rollout.setup import LoopSetup
-from slipstream.rollout.worker import NotPicklable, RolloutWorker, RolloutWorkerError
+from slipstream.rollout.worker import NotPicklable, RolloutWorker, RolloutWorkerError, RolloutWorkerLost
 from tests import tiny_loops
 
 DEADLINE_S = 60.0
@@ -103,6 +103,19 @@ def test_one_that_does_not_beat_is_noticed(start):
     message = error_of(worker)
     assert "has not beaten" in message
     assert "rollout_worker_timeout = 0.2" in message
+
+
+def test_one_that_is_killed_because_it_hangs_is_still_one_that_hung(start):
+    """Of two threads that look, one kills it before the other asks."""
+    worker = start(tiny_loops.Hangs)
+    assert worker.rollouts.get(timeout=DEADLINE_S) == "hanging"
+    worker._timeout_s = 0.2
+    time.sleep(0.3)
+    with pytest.raises(RolloutWorkerLost) as lost:
+        worker.check()
+    worker.kill(lost.value)
+    assert worker.gone(DEADLINE_S)
+    assert "has not beaten" in error_of(worker)
 
 
 def exit_code(worker):
