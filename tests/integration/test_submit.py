@@ -243,7 +243,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_a_job(run: RunFolder, tmp_path: P
 
 def test_what_this_machine_cannot_run_is_refused() -> None:
     with pytest.raises(ClusterError, match=r"server\.nodes = 2"):
-        check_profile(LOCAL, config_of(nodes=2))
+        check_profile(LOCAL, config_of(nodes=2, data_parallel_size=2))
     one = config_of()
     one.cluster.shape = "one_allocation"
     with pytest.raises(ClusterError, match="one_allocation"):
@@ -256,7 +256,7 @@ def test_the_sbatch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         executor="slurm", partition="gpu", account="lab", time_limit=60, host_interface="ib0", setup=("module load cuda",),
         sbatch=("--exclusive", "--reservation=mine"), memory_gb=64, cpus_per_task=8,
     )  # fmt: skip
-    config = config_of(nodes=2, gpus=4)
+    config = config_of(nodes=2, gpus=4, data_parallel_size=8)
     text = describe(profile, RunFolder(tmp_path / "r"), "server", 1, config)
     lines = (
         text.replace(str(tmp_path), "ROOT").replace(sys.executable, "PYTHON").replace(os.getcwd(), "REPO").splitlines()
