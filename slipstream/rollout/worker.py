@@ -77,6 +77,7 @@ class RolloutWorker:
         self.allowance = self._context.RawValue("q", 0)
         self.trainer_waits = self._context.RawValue("b", 0)
         self._heartbeat = self._context.RawValue("d", 0.0)
+        self._begun = 0.0
         self._failed = SharedFlag(self._context)
         self._stop = SharedFlag(self._context)
         self._payload = {name: dump_for_child(name, value) for name, value in arguments.items()}
@@ -125,7 +126,7 @@ class RolloutWorker:
         with self._starting, hidden_main():
             if self._stop.is_set():
                 return
-            self._heartbeat.value = time.monotonic()
+            self._begun = self._heartbeat.value = time.monotonic()
             self._not_started = ""
             self._process = self._context.Process(
                 target=run_child,
@@ -185,13 +186,15 @@ class RolloutWorker:
             code = self._process.exitcode
             how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
             raise RolloutWorkerLost(f"the rollout process died ({how}): out of memory, or killed from outside?", pid)
-        silent = time.monotonic() - self._heartbeat.value
+        beaten = self._heartbeat.value
+        silent = time.monotonic() - beaten
         if silent > self._timeout_s:
-            raise RolloutWorkerLost(
-                f"the rollout process has not beaten for {silent:.0f} s (rollout_worker_timeout = {self._timeout_s:g}): "
-                "a hook or reward function blocks its event loop",
-                pid,
-            )
+            words = f"for {silent:.0f} s (rollout_worker_timeout = {self._timeout_s:g})"
+            if beaten == self._begun:
+                why = f"the rollout process has been starting {words}: its imports take longer, or hang"
+            else:
+                why = f"the rollout process has not beaten {words}: a hook or reward function blocks its event loop"
+            raise RolloutWorkerLost(why, pid)
 
     def _check_failed(self) -> None:
         if not self._failed.is_set():

@@ -27,7 +27,7 @@ PAUSE_S = 6.0  # steps come every second or two: such a gap is a recovery
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "server": {"stall_timeout": 20.0},
-    "learner": {"step_timeout": 60.0, "sync_timeout": 60.0, "save_timeout": 60.0},
+    "learner": {"step_timeout": 120.0, "sync_timeout": 60.0, "save_timeout": 60.0},
     "recovery": {"heartbeat_timeout": 45.0, "lease": LEASE_S},
 }
 
@@ -39,7 +39,7 @@ class FullDriver:
         self.bed, self.scenario = bed, scenario
         sections: dict[str, Any] = {key: dict(value) for key, value in SECTIONS.items()}
         sections["learner"] |= {"nodes": scenario.nodes, "processes_per_node": scenario.ranks}
-        sections["trainer"] = {"save_steps": scenario.save_steps, "rollout_worker_timeout": 15.0}
+        sections["trainer"] = {"save_steps": scenario.save_steps, "rollout_worker_timeout": 40.0}
         sections["cluster"] = {"shape": scenario.shape}
         self.full = FullRun(bed, name, prompts=PROMPTS, pace_s=PACE_S, profile=scenario.profile, **sections)
         self.supervisors: list[subprocess.Popen[str]] = []

@@ -118,6 +118,14 @@ def test_one_that_is_killed_because_it_hangs_is_still_one_that_hung(start):
     assert "has not beaten" in error_of(worker)
 
 
+def test_one_that_has_never_beaten_is_said_to_be_starting(start):
+    worker = start(tiny_loops.Hangs)
+    assert worker.rollouts.get(timeout=DEADLINE_S) == "hanging"
+    worker._heartbeat.value = worker._begun
+    worker._timeout_s = 0.0
+    assert "has been starting for" in error_of(worker)
+
+
 def exit_code(worker):
     return worker._process.exitcode
 
