@@ -150,7 +150,7 @@ class FullDriver:
         first = self.scenario.strikes[0].fault
         if first.name not in self.struck:
             problems.append(f"{first.name} was not met: {self.missed.get(first.name, 'the run was over')}")
-        again = sorted({fault["role"] for fault in self.full.faults()})
+        again = sorted(fault["role"] for fault in self.full.faults() if "role" in fault)
         alone = len(self.scenario.strikes) == 1 and self.scenario.shape == SEPARATE
         if alone and first.again is not None and again != sorted(first.again):
             problems.append(f"started again: {again or 'nothing'}, not {sorted(first.again) or 'nothing'}")

@@ -18,6 +18,7 @@ class FullFault:
         at: "step" (metrics have reached it), "save" (a checkpoint is begun and not sealed) or "delivery" (the learner says
             that it delivers its weights), each at or after a step that is drawn.
         again: the roles that must be started again because of it, in separate jobs; None: not to be judged.
+        saves: checkpoints that must be there before.
         settings: of the cluster profile that it needs.
     """
 
@@ -28,6 +29,7 @@ class FullFault:
     again: frozenset[str] | None = frozenset({"learner"})
     shapes: tuple[str, ...] = BOTH
     second: bool = True
+    saves: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -49,7 +51,7 @@ FULL_FAULTS = (
     FullFault("server killed during a delivery", "kill_server", at="delivery", again=SERVER),
     FullFault("killed during a delivery", "kill_rank_0", at="delivery"),
     FullFault("killed during a save", "kill_rank_0", at="save"),
-    FullFault("checkpoint truncated", "truncate_checkpoint"),
+    FullFault("checkpoint truncated", "truncate_checkpoint", saves=2),
     FullFault("rollout process stopped", "stop_rollout", again=NOTHING),
     FullFault("learner leader killed", "kill_learner_leader"),
     FullFault("server leader killed", "kill_server_leader", again=SERVER),
@@ -101,11 +103,12 @@ def full_plan(seed: int, faults: tuple[FullFault, ...] = FULL_FAULTS) -> FullSce
     first = faults[seed % len(faults)]
     shape = draw.choice([shape for shape in (SEPARATE, SEPARATE, ONE) if shape in first.shapes])
     nodes, ranks = draw.choice([(1, 2), (2, 1)])
-    strikes = [Strike(first, draw.randint(*STEPS))]
+    save_steps = draw.randint(2, 5)
+    strikes = [Strike(first, max(draw.randint(*STEPS), first.saves * save_steps + 1))]
     if first.end is End.FINISHED and draw.random() < TWO_FAULTS:
         second = draw.choice(
             [fault for fault in faults if fault.second and fault is not first and shape in fault.shapes]
         )
         recovers = bool(first.again) and draw.random() < 0.5
         strikes.append(Strike(second, 0 if recovers else draw.randint(STEPS[1], 2 * STEPS[1]), 2 if recovers else 1))
-    return FullScenario(seed, shape, nodes, ranks, draw.randint(2, 5), tuple(strikes))
+    return FullScenario(seed, shape, nodes, ranks, save_steps, tuple(strikes))

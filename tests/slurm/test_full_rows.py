@@ -16,5 +16,5 @@ ROWS += [(fault, ONE) for fault in FULL_FAULTS if fault.name in IN_ONE_ALLOCATIO
 
 @pytest.mark.parametrize(("fault", "shape"), [pytest.param(f, shape, id=f"{f.name}, {shape}") for f, shape in ROWS])
 def test_a_row(bed: Bed, fault: FullFault, shape: str) -> None:
-    result = run_full_scenario(bed, FullScenario(0, shape, 1, 2, 4, (Strike(fault, 6),)))
+    result = run_full_scenario(bed, FullScenario(0, shape, 1, 2, 4, (Strike(fault, max(6, 4 * fault.saves + 1)),)))
     assert result.right, result.problems
