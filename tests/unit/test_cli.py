@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tasks.claim import release
 
 from cluster.decide import Kind
 from flows.cli.main import main
 from slipstream.config_file import load_config, parse_config
 from slipstream.run_folder import RunFolder
+from tasks.lease import release
 from tasks.outcome import Outcome, RunFailed
 
 ROOT = Path(__file__).resolve().parents[2]
