@@ -14,16 +14,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.node import (
-    HOST_ENV,
-    INTERFACE_ENV,
-    NODE_RANK_ENV,
-    NODES_ENV,
-    address,
-    load_environment,
-    place,
-    slurm_place,
-)
+from cluster.node import INTERFACE_ENV, address, load_environment, place, slurm_place
+from slipstream.nodes import HOST_ENV, NODES_ENV, RANK_ENV
 from slipstream.process import INCARNATION_ENV, die_with_parent, write_exit
 from slipstream.run_folder import RunFolder
 
@@ -76,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ[INCARNATION_ENV] = arguments.incarnation
     node, nodes = (0, 1) if local else slurm_place(os.environ)
     role, rank, of_role = place(arguments.role, node, nodes, arguments.learner_nodes)
-    os.environ |= {NODE_RANK_ENV: str(rank), NODES_ENV: str(of_role)}
+    os.environ |= {RANK_ENV: str(rank), NODES_ENV: str(of_role)}
     leader = arguments.server_leader if role == "server" and arguments.server_leader else arguments.leader
     try:
         if not local:

@@ -12,9 +12,6 @@ import psutil
 from slipstream.run_folder import RunFolder
 
 INTERFACE_ENV = "SLIPSTREAM_INTERFACE"
-NODE_RANK_ENV = "SLIPSTREAM_NODE_RANK"
-NODES_ENV = "SLIPSTREAM_NODES"
-HOST_ENV = "SLIPSTREAM_HOST"
 
 
 class NodeError(Exception):

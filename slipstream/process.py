@@ -24,6 +24,7 @@ HEARTBEAT_WRITE_S = 0.5
 
 
 INCARNATION_ENV = "SLIPSTREAM_INCARNATION"
+REPLACED = "replaced by another job"  # why a leader ended that the assignment does not name any more
 
 
 def new_incarnation() -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -37,3 +37,14 @@ def uninterrupted(deliver_after: bool = False) -> Iterator[None]:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
     if deliver_after and held:
         signal.raise_signal(held[0])
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call `handler` on INT, TERM and HUP inside. Main thread only."""
+    previous = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)

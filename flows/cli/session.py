@@ -12,6 +12,7 @@ from flows.cli.summary import summary
 from flows.prefect_api import prefect_api
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
+from tasks.interrupt import handling
 from tasks.outcome import RunCancelled
 from tasks.stop import request_cancel
 
@@ -34,13 +35,8 @@ def stop_once(run: RunFolder) -> Iterator[None]:
             request_cancel(run, "command line", name)
         raise KeyboardInterrupt
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with handling(handle):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def run_train(config: RunConfig, run_id: str, again: Sequence[str]) -> int:

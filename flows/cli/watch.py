@@ -17,6 +17,7 @@ from flows.cli.progress import PlainPrinter, render
 from flows.cli.snapshot import take_snapshot, wall_time_s
 from slipstream.run_folder import RunFolder
 from tasks.finish import supervise_to_the_end
+from tasks.interrupt import handling
 from tasks.lease import StepDown
 from tasks.outcome import Outcome, RunCancelled, RunFailed, read_outcome
 
@@ -64,13 +65,8 @@ def stepping_down() -> Iterator[None]:
     def handle(number: int, _frame: FrameType | None) -> None:
         raise StepDown(signal.Signals(number).name)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with handling(handle):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def supervise(run: RunFolder) -> int:

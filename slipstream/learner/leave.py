@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from slipstream.process import INCARNATION_ENV, STARTING, on_terminate
+from slipstream.process import INCARNATION_ENV, REPLACED, STARTING, on_terminate
 from slipstream.run_folder import RunFolder, read_json, write_json
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 LOOK_S = 1.0  # of rank 0, for the leave file; of a leader that leaves, for a cancel request
 REPLACED_LOOK_S = 3.0
 STOP_GRACE_S = 3.0
-REPLACED = "replaced by another job"
 
 
 class LeaveRequested(Exception):

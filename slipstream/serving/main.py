@@ -20,6 +20,7 @@ from typing import Any
 
 from slipstream.nodes import NodeError, Place, free_port
 from slipstream.process import (
+    REPLACED,
     TERMINATE_GRACE_S,
     Heartbeat,
     how_ended,
@@ -44,7 +45,6 @@ ROLE = "server-0"
 PORT_TRIES = 5
 WATCH_INTERVAL_S = 5.0
 CALL_TIMEOUT_S = 30.0
-REPLACED = "replaced by another job"
 CANCEL_GRACE_S = 3.0
 PORT_TAKEN = re.compile(r"address already in use|errno 98", re.IGNORECASE)
 

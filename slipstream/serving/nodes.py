@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slipstream.nodes import HOST_ENV, Peers, Place, allowed_ports, free_port, network_environment, open_listener
-from slipstream.process import Heartbeat, how_ended, spawn, stop, write_exit
+from slipstream.process import REPLACED, Heartbeat, how_ended, spawn, stop, write_exit
 from slipstream.run_config import RunConfig, ServerSection
 from slipstream.run_folder import RunFolder, read_json, write_json
 from slipstream.serving.guard import Guard
@@ -188,7 +188,7 @@ class Follower:
 
     def _must_end(self) -> tuple[int, str] | None:
         if self.run.replaced(ROLE, self.place.incarnation):
-            return 0, "replaced by another job"
+            return 0, REPLACED
         # without node 0 there is nothing to do
         return self._peers.ended() or self._peers.verdict(time.monotonic())
 

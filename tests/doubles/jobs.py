@@ -12,7 +12,6 @@ from slipstream.run_folder import RunFolder
 
 LOOK_S = 0.1
 ASSIGNMENT_S = 1.0
-REPLACED = "replaced by another job"
 
 
 def host() -> str:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from cluster.submit import check_profile, describe, job_log, submit
 from slipstream.config_file import parse_config
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -38,16 +38,6 @@ def config_of(**server: Any) -> RunConfig:
             "learner": {"gpus": 0},
         }
     )
-
-
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"not within {seconds} s: {what}")
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from slurm.bed import Bed, BedError
 from slurm.bed.machines import processes
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.integration]
 
@@ -18,15 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 STANDINS = ROOT / "tests" / "standins"
 PYTHON = str(ROOT / ".venv" / "bin" / "python")
 SECRET = "planted-9f2c-secret"
-
-
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 120) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.2)
-    raise AssertionError(f"not within {seconds} s: {what}")
 
 
 class Backend:

@@ -6,28 +6,18 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slurm.bed import Bed, BedError
 from slurm.bed.machines import Process, inside, power_off, start_time
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.integration]
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = str(ROOT / ".venv" / "bin" / "python")
-
-
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 120) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.1)
-    raise AssertionError(f"not within {seconds} s: {what}")
 
 
 def sbatch(bed: Bed, script: str, *options: str, user: str = "bed1") -> str:

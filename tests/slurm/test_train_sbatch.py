@@ -15,21 +15,13 @@ from slurm.bed import Bed
 from tests.chaos.drive import write_files
 from tests.chaos.plan import Scenario
 from tests.doubles.events import events_of
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.integration]
 
 ROOT = Path(__file__).resolve().parents[2]
 CLI = [str(ROOT / ".venv" / "bin" / "python"), "-c", "from flows.cli.main import main; main()"]
 PROMPTS = 150
-
-
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 150) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.2)
-    raise AssertionError(f"not within {seconds} s: {what}")
 
 
 class Batch:

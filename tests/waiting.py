@@ -1,0 +1,16 @@
+"""Waiting for a condition, with a generous deadline."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+POLL_S = 0.1
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = 120) -> Any:
+    """The first true value of `condition`; fails after the deadline."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
+        time.sleep(POLL_S)
+    return value
