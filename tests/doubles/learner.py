@@ -4,10 +4,10 @@ import sys
 import time
 from pathlib import Path
 
-from slipstream.process import how_ended, spawn, stop
+from slipstream.process import REPLACED, how_ended, spawn, stop
 from slipstream.run_folder import read_json, write_json
 from tests.doubles.events import FOLDER, event, identify
-from tests.doubles.jobs import LOOK_S, REPLACED, Leader, node_rank, nodes
+from tests.doubles.jobs import LOOK_S, Leader, node_rank, nodes
 
 GRACE_S = 1.0
 

@@ -13,10 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from slipstream.process import how_ended, spawn, stop
+from slipstream.process import REPLACED, how_ended, spawn, stop
 from slipstream.run_folder import RunFolder, read_json, write_json
 from tests.doubles.events import event, identify
-from tests.doubles.jobs import LOOK_S, REPLACED, Leader, host, node_rank
+from tests.doubles.jobs import LOOK_S, Leader, host, node_rank
 from tests.doubles.remote import Server, ServerGone
 
 GRACE_S = 2.0
