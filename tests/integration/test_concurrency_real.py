@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.concurrency import ServerLoad
+from slipstream.rollout.concurrency import SHRINKAGE, ServerLoad
 from slipstream.run_folder import read_jsonl
 from slipstream.serving.labels import make_label
 from slipstream.serving.probe import probe
@@ -93,7 +93,9 @@ def test_it_comes_down_while_the_cache_is_full_and_the_run_goes_on(small_server:
             assert sum(len(group.samples) for group in loop.groups) > 0
 
     asyncio.run(run())
-    assert [(before, after) for _, before, after in cuts[:2]] == [(64, 44), (44, 30)]
+    assert cuts[0][1:] == (64, 44)
+    # a calm poll between two cuts may add to it
+    assert all(after == int(before * SHRINKAGE) for _, before, after in cuts)
     assert all(usage > 0.8 for usage, _, _ in cuts)
 
 

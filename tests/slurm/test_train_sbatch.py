@@ -28,7 +28,7 @@ class Batch:
     """One job of bed1."""
 
     def __init__(self, bed: Bed, folder: Path, plan: list[dict[str, Any]], *options: str, **settings: Any) -> None:
-        given = {"step_s": 0.2, "prompts": PROMPTS, "profile": {}, **settings}
+        given = {"step_s": 0.2, "prompts": PROMPTS, "storage": "", "profile": {}, **settings}
         scenario = Scenario(0, "one_allocation", 2, 1, 1, epochs=1, save_steps=5, steps=0, injections=(), **given)
         self.bed, self.folder = bed, folder
         config = write_files(folder, scenario)
