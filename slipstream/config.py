@@ -19,8 +19,9 @@ from transformers.training_args import OptimizerNames
 
 from slipstream import inherited_arguments as inherited
 from slipstream.config_rules import Impossible, Problem, contradictions, remarks
-from slipstream.run_config import ModelSection, TrainerSection
+from slipstream.run_config import ModelSection
 from slipstream.tracking import report_problems
+from slipstream.trainer_section import TrainerSection
 
 # fields whose bounds are others than those of a configuration file: fractions, and all that transformers takes
 _WIDER = ("logging_steps", "save_steps", "eval_steps", "lr_scheduler_type", "report_to")

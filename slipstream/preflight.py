@@ -14,9 +14,10 @@ from slipstream.config_rules import remarks
 from slipstream.preflight_model import find_model, model_problems
 from slipstream.preflight_prompts import prompt_problems
 from slipstream.preflight_room import room_problems
-from slipstream.run_config import RunConfig, TrainerSection
+from slipstream.run_config import RunConfig
 from slipstream.serving.command import CommandError, vllm_python
 from slipstream.tracking import report_problems
+from slipstream.trainer_section import TrainerSection
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -12,7 +12,7 @@ import pytest
 from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.setup import LoopSetup
 from slipstream.rollout.types import EndOfData, GroupResult
-from slipstream.run_config import TrainerSection
+from slipstream.trainer_section import TrainerSection
 from tests.generation_server import Answer, GenerationServer
 
 DEADLINE_S = 30.0

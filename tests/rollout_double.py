@@ -11,7 +11,7 @@ from slipstream.metrics.window import Window
 from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.setup import LoopSetup
 from slipstream.rollout.types import EndOfData, EvalResult, GroupResult, Rollout
-from slipstream.run_config import TrainerSection
+from slipstream.trainer_section import TrainerSection
 from tests.generation_server import GenerationServer
 
 DEADLINE_S = 60.0

@@ -16,9 +16,10 @@ from slipstream.learner.failure import constructing, record_failure
 from slipstream.learner.leader import read_config
 from slipstream.learner.leave import left_reason
 from slipstream.process import Heartbeat, die_with_parent, job_incarnation
-from slipstream.run_config import RunConfig, TrainerSection
+from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from slipstream.tracking import PROJECT, environment_of
+from slipstream.trainer_section import TrainerSection
 
 # fields of the trainer section that AsyncGRPOConfig does not take under the same name
 _OWN = {"bf16", "eval_steps"}

@@ -14,7 +14,8 @@ from transformers import TrainingArguments
 
 from slipstream.config import AsyncGRPOConfig
 from slipstream.preflight import without_effect
-from slipstream.run_config import RunConfig, TrainerSection
+from slipstream.run_config import RunConfig
+from slipstream.trainer_section import TrainerSection
 from tests.page_signature import FACTORY, PAGE
 
 ROOT = Path(__file__).resolve().parents[2]
