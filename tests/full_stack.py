@@ -19,6 +19,7 @@ from slurm.bed import Bed
 from slurm.bed.bed import ROOT
 from slurm.bed.machines import inside
 from tasks.lease import newest_term
+from tests.bed_left import left
 
 USER = "bed1"
 PYTHON = str(ROOT / ".venv" / "bin" / "python")
@@ -248,14 +249,7 @@ class FullRun:
 
     def left(self, seconds: float = GONE_S) -> list[str]:
         """Jobs and processes that are still there after a while."""
-        end = time.monotonic() + seconds
-        while True:
-            jobs = self.bed.command("squeue", "-h", "-u", USER, "-o", "%i %j %T").split("\n")
-            there = [line for line in jobs if line]
-            there += [f"{one.machine}: {one.command[:80]}" for one in self.bed.processes(USER)]
-            if not there or time.monotonic() > end:
-                return there
-            time.sleep(0.3)
+        return left(self.bed, USER, seconds)
 
     def findings(self) -> list[str]:
         """What the audit has to say against the run, and whether all prompts were settled."""

@@ -57,7 +57,7 @@ class FullDriver:
         try:
             if not self._until_ended(begun + PATIENCE_S):
                 problems.append(f"it did not end within {PATIENCE_S:.0f} s")
-            problems += [f"left: {what}" for what in self.full.left(GONE_S)]
+            problems += [f"left {what}" for what in self.full.left(GONE_S)]
         finally:
             self._over = True
             acting.join(120)
