@@ -72,6 +72,7 @@ class FullRun:
 
     Args:
         pace_s: seconds that the reward of a group takes; `pace` changes it.
+        storage: of the bed: shared or limited.
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class FullRun:
         epochs: int = 1,
         pace_s: float = 0.0,
         profile: dict[str, Any] | None = None,
+        storage: str = "shared",
         **sections: dict[str, Any],
     ) -> None:
         self.bed = bed
-        self.folder = bed.shared / name
+        self.folder = bed.folder / storage / name
         self.prompts, self.epochs = prompts, epochs
         self.folder.mkdir(parents=True)
         (self.folder / "runs").mkdir()
@@ -118,7 +120,8 @@ class FullRun:
             os.chown(path, uid, uid)
         self.started: list[subprocess.Popen[str]] = []
 
-    def pace(self, seconds: float) -> None:
+    def pace(self, seconds: float | str) -> None:
+        """What is not a number makes the reward raise."""
         temporary = self._pace.with_suffix(".new")
         temporary.write_text(str(seconds))
         temporary.replace(self._pace)
