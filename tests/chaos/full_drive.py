@@ -1,6 +1,7 @@
 """Runs one scenario of the full stack on a bed and judges it."""
 
 import itertools
+import os
 import random
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from tests.chaos.full_acts import FullActs, wait_a_little
 from tests.chaos.full_plan import FullScenario, Strike
 from tests.chaos.results import Result
 from tests.doubles.events import FOLDER, PLAN
-from tests.full_stack import RUN_ID, FullRun, steps_of
+from tests.full_stack import RUN_ID, USER, FullRun, steps_of
 
 LEASE_S = 10.0
 PACE_S = 0.25
@@ -53,7 +54,8 @@ class FullDriver:
             **sections,
         )
         plans = [{"id": strike.fault.name, **strike.fault.plan} for strike in scenario.strikes if strike.fault.plan]
-        write_json(self.full.run.path.parent / PLAN, plans)
+        write_json(plan := self.full.run.path.parent / PLAN, plans)
+        os.chown(plan, bed.description.uid(USER), -1)
         self.supervisors: list[subprocess.Popen[str]] = []
         self.acts = FullActs(self.full, self.supervisors, LEASE_S)
         self.struck: dict[str, tuple[float, int]] = {}  # by fault: when, at which step
