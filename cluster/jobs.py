@@ -54,8 +54,8 @@ _ENDED = frozenset(
 class JobRecord:
     """One submitted job, as it stands in jobs/<attempt>.jsonl.
 
-    `start_time` is the controller's creation time (s since the epoch, by psutil): with the pid it names one process for
-    ever, so a recycled pid is never taken for the job.
+    `start_time` is the controller's start (`local_jobs.started`, in seconds since the host's boot): with the pid it names
+    one process, so a recycled pid is never taken for the job.
     """
 
     run_id: str
