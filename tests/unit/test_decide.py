@@ -505,3 +505,9 @@ def test_a_server_that_takes_its_address_back_is_not_one_that_never_was_ready() 
     assert "CUDA out of memory" in after([*looks, *ending, ended], HEALING).reason
     never = [trains(t, t, step=t // 20, endpoint=False) for t in range(1000, 1120, 10)]
     assert "was not ready" in after([*looks, *never], HEALING).reason
+
+
+def test_the_end_of_a_job_counts_once_though_two_leaders_recorded_it() -> None:
+    one = Fault(1.0, 1, "learner", recovery.DIED, 5, (), "", "job-a")
+    assert recovery.strikes((one, one), 5) == recovery.strikes((one,), 5) == 1
+    assert recovery.strikes((one, replace(one, job="job-b")), 5) == 3
