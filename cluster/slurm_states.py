@@ -48,6 +48,7 @@ STATES = {
 HELD_REASONS = frozenset(
     {"JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "job_requeued_in_held_state", "ReservationDeleted"}
 )
+JOB_ID = re.compile(r"\d+([_+].+)?")  # of an array 7_1, of a heterogeneous job 7+0
 NO_REASON = frozenset({"", "None", "(null)", "N/A"})
 
 
@@ -92,7 +93,7 @@ def parse_squeue(text: str) -> list[SlurmJob]:
 
 def _row(line: str) -> SlurmJob:
     fields = line.split("|", 5)
-    if len(fields) != 6 or not fields[0].split("_")[0].isdigit():
+    if len(fields) != 6 or not JOB_ID.fullmatch(fields[0].strip()):
         raise ValueError(f"no line of squeue -o {SQUEUE_FORMAT}: {line!r}")
     return SlurmJob(*(field.strip() for field in fields))
 

@@ -84,6 +84,11 @@ def test_squeue() -> None:
     assert parse_squeue(SQUEUE)[3].comment == "a|b"
 
 
+def test_other_jobs_of_the_user_do_not_hide_ours() -> None:
+    text = "7+0|RUNNING|None|n1|het|\n7+1|RUNNING|None|n2|het|\n8_[1-3%2]|PENDING|Resources||array|\n9_1|RUNNING|None|n3|array|"
+    assert [job.job_id for job in parse_squeue(text)] == ["7+0", "7+1", "8_[1-3%2]", "9_1"]
+
+
 @pytest.mark.parametrize(
     "text", ["slurm_load_jobs error: Unable to contact", "1|RUNNING|None", "x|RUNNING|None|n1|a|b"]
 )
