@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from slipstream.run_folder import RunFolder, append_jsonl, read_json, read_jsonl
+from slipstream.run_folder import RunFolder, append_jsonl, is_number, read_jsonl, read_object
 
 JOB_MARK = "SLIPSTREAM_JOB"  # environment variable that every process of a job inherits
 
@@ -105,11 +105,20 @@ def record_job(run: RunFolder, record: JobRecord) -> None:
 
 def read_jobs(run: RunFolder, attempt: int) -> list[JobRecord]:
     """All jobs submitted in an attempt, oldest first."""
-    names = {field.name for field in fields(JobRecord)}
-    return [
-        JobRecord(**{key: value for key, value in line.items() if key in names})
-        for line in read_jsonl(run.jobs_file(attempt))
-    ]
+    return [job for line in read_jsonl(run.jobs_file(attempt)) if (job := _job_of(line)) is not None]
+
+
+def _job_of(line: dict[str, Any]) -> JobRecord | None:
+    """None where the line is damaged: one that says less than a job, or something else."""
+    names = [field.name for field in fields(JobRecord)]
+    numbers = ("attempt", "start_time", "submitted")
+    if any(not (is_number if name in numbers else _is_text)(line.get(name)) for name in names):
+        return None
+    return JobRecord(**{name: line[name] for name in names})
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def unrecorded_jobs(run: RunFolder) -> list[JobRecord]:
@@ -117,22 +126,23 @@ def unrecorded_jobs(run: RunFolder) -> list[JobRecord]:
     known = {job.incarnation for attempt in run.attempts() for job in read_jobs(run, attempt)}
     found = []
     for path in sorted((run.path / "intents").glob("*.json")):
-        intent = read_json(path) or {}
-        if intent.get("incarnation") and intent["incarnation"] not in known:
-            found.append(
-                JobRecord(
-                    run_id=run.run_id,
-                    role=str(intent["role"]),
-                    attempt=int(intent["attempt"]),
-                    incarnation=str(intent["incarnation"]),
-                    executor=str(intent["executor"]),
-                    job_id="0",
-                    host=str(intent["host"]),
-                    start_time=0.0,
-                    submitted=float(intent["time"]),
-                    why=str(intent["why"]),
+        with contextlib.suppress(ValueError, OSError, KeyError, TypeError):  # a damaged one must not hide the others
+            intent = read_object(path)
+            if intent.get("incarnation") and intent["incarnation"] not in known:
+                found.append(
+                    JobRecord(
+                        run_id=run.run_id,
+                        role=str(intent["role"]),
+                        attempt=int(intent["attempt"]),
+                        incarnation=str(intent["incarnation"]),
+                        executor=str(intent["executor"]),
+                        job_id="0",
+                        host=str(intent["host"]),
+                        start_time=0.0,
+                        submitted=float(intent["time"]),
+                        why=str(intent["why"]),
+                    )
                 )
-            )
     return found
 
 
@@ -151,7 +161,7 @@ def exit_record(run: RunFolder, job: JobRecord) -> dict[str, Any] | None:
     other: list[dict[str, Any]] = []
     for path in (run.path / "exit").glob("*.json"):
         with contextlib.suppress(ValueError, OSError):
-            value = read_json(path)
+            value = read_object(path, "time", "returncode", "left")
             if not value:
                 continue
             if value.get("incarnation") == job.incarnation:

@@ -8,7 +8,7 @@ from cluster.jobs import JobRecord, JobState, JobView
 from cluster.queue import hopeless
 from slipstream.process import STARTING, last_lines
 from slipstream.run_config import RunConfig
-from slipstream.run_folder import RunFolder, read_json
+from slipstream.run_folder import DamagedFile, RunFolder, read_object
 from tasks.records import read_faults, run_step
 
 # Phases in which the learner loads; in any other it has begun to work.
@@ -23,10 +23,10 @@ def newest_attempt(run: RunFolder) -> int:
 def heartbeat(run: RunFolder, writer: str, incarnation: str | None = None) -> dict[str, Any]:
     """The newest beat of `writer`, or {}; with `incarnation` only one of that job."""
     try:
-        value = read_json(run.heartbeat_file(writer))
+        value = read_object(run.heartbeat_file(writer), "step", "max_steps", "counter", "attempt", "time", "progress")
     except (ValueError, OSError):
         return {}
-    if not isinstance(value, dict) or (incarnation is not None and value.get("incarnation") != incarnation):
+    if incarnation is not None and value.get("incarnation") != incarnation:
         return {}
     return value
 
@@ -45,17 +45,19 @@ def endpoint(run: RunFolder) -> dict[str, Any]:
     """The address of the server that counts, or {}."""
     assignment = run.assignment()
     incarnation = assignment.get("server") or assignment.get("allocation")
-    value = read_json(run.endpoint_file())
-    if not isinstance(value, dict):
-        return {}
+    value = read_object(run.endpoint_file())
     if incarnation is not None:
         return value if value.get("incarnation") == incarnation else {}
     return value if value.get("attempt") == newest_attempt(run) else {}
 
 
 def cancel_request(run: RunFolder) -> str:
-    value = read_json(run.cancel_file)
-    return f"{value.get('who', 'somebody')}: {value.get('why', 'no reason given')}" if isinstance(value, dict) else ""
+    """Who asked the run to stop, and why; ''. A damaged request is one all the same."""
+    try:
+        value = read_object(run.cancel_file)
+    except DamagedFile as error:
+        return f"somebody: {error}"
+    return f"{value.get('who', 'somebody')}: {value.get('why', 'no reason given')}" if value else ""
 
 
 def roles_of(config: RunConfig) -> tuple[str, ...]:
@@ -141,7 +143,7 @@ def observe(
         incarnations=incarnations,
         beats=beats(run, incarnations),
         endpoint=bool(endpoint(run)),
-        result=(read_json(run.path / "result.json") or {}).get("attempt") == attempt,
+        result=read_object(run.path / "result.json").get("attempt") == attempt,
         cancel=cancel_request(run),
         hopeless={role: why for role, why in whys.items() if why},
         step=run_step(run),

@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.jobs import JobRecord, read_jobs
 from cluster.recovery import Fault
-from slipstream.run_folder import RunFolder, append_jsonl, read_json, read_jsonl, write_json
+from slipstream.run_folder import RunFolder, append_jsonl, read_jsonl, read_object, write_json
 
 FAULTS = "faults.jsonl"
 
@@ -63,9 +63,9 @@ def run_step(run: RunFolder) -> int:
     step = 0
     attempt = (run.attempts() or [0])[-1]
     if attempt:
-        step = int(run.fence(attempt).get("step", 0))
+        step = int(run.fence(attempt).get("step") or 0)
     with contextlib.suppress(ValueError, OSError):
-        beat = read_json(run.heartbeat_file("learner")) or {}
+        beat = read_object(run.heartbeat_file("learner"), "step")
         if beat.get("attempt") == attempt:
             step = max(step, int(beat.get("step") or 0))
     return step
