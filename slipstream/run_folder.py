@@ -51,9 +51,14 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o600) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, mode)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno is not None:
+            error.filename, error.filename2 = (
+                str(path),
+                None,
+            )  # a full disk names no file, and the temporary one is gone
         raise
     fsync_folder(path.parent)
 

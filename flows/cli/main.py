@@ -71,9 +71,9 @@ def _storage_text(error: OSError) -> str:
         errno.ENOTDIR: "a folder belongs there: move the file away",
         errno.ENAMETOOLONG: "choose a shorter name",
     }
-    if error.filename is None or error.strerror is None:
-        return f"{type(error).__name__}: {error}"
     way_out = ways_out.get(error.errno or 0, "look at the storage")
+    if error.filename is None or error.strerror is None:
+        return f"{error.strerror or error}: {way_out}"
     name = str(error.filename2 or error.filename)
     return f"{name if len(name) <= 300 else name[:299] + '…'}: {error.strerror}: {way_out}"
 
@@ -189,6 +189,12 @@ def stop(run: str, root: str | None, why: str) -> int:
     stopped = stop_run(folder, getpass.getuser(), why)
     names = ", ".join(f"{job.role} (job {job.job_id})" for job in stopped)
     click.echo(f"stopped {names}" if stopped else f"{folder.run_id}: no job was running here")
+    if not folder.cancel_file.exists() and not (folder.path / "outcome.json").exists():
+        way_out = (
+            "whoever leads the run goes on and may start jobs again: make room, or stop it as the user that owns it"
+        )
+        click.echo(f"error: {folder.cancel_file} could not be written: {way_out}", err=True)
+        return 1
     return 0
 
 

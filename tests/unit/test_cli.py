@@ -1,5 +1,6 @@
 """The command line: --dry-run, refusals, exit codes. Nothing is started here."""
 
+import errno
 import os
 import re
 import subprocess
@@ -149,9 +150,27 @@ def test_what_the_storage_refuses_names_the_file_and_the_way_out(cli: CliRunner,
     (run.path / "outcome.json").mkdir()
     result = cli.invoke(main, ["status", str(run.path)])
     assert result.exit_code == 1
-    assert result.output == f"error: {run.path}/outcome.json: Is a directory: a file belongs there: move the folder away\n"
+    assert (
+        result.output == f"error: {run.path}/outcome.json: Is a directory: a file belongs there: move the folder away\n"
+    )
 
 
 def test_a_value_cannot_break_the_lines_of_a_refusal(cli: CliRunner) -> None:
     result = cli.invoke(main, ["train", "examples/demo.toml", "--dry-run", "--set", 'name="a\\nb\\u001b[31m"'])
     assert 'name = "a\\nb\\u001b[31m"' in result.output
+
+
+def test_a_full_disk_names_the_file(cli: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder.create(tmp_path, "r")
+    run.run_file.write_text("")
+
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = cli.invoke(main, ["report", str(run.path)])
+    assert result.exit_code == 1
+    assert f"error: {run.report_file}: No space left on device: make room there" in result.output
+    result = cli.invoke(main, ["stop", str(run.path)])
+    assert result.exit_code == 1
+    assert "cancel.json could not be written" in result.output
