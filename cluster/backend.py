@@ -36,6 +36,10 @@ class JobRequest:
 class Backend(Protocol):
     """Calls that reach a scheduler are bounded in time."""
 
+    def check_values(self, config: RunConfig) -> None:
+        """The part of `check` that needs no cluster. Raises ClusterError."""
+        ...
+
     def check(self, config: RunConfig) -> None:
         """Raises ClusterError where this cluster cannot run `config`. Allocates nothing."""
 

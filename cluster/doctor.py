@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -103,7 +104,10 @@ def examine(asked: Asked, say: Say) -> Generator[Finding, None, None]:
     yield from findings
     if any(text.startswith("error: ") for text in said.values()):
         return
-    yield from _cluster(asked)
+    about = list(_cluster(asked))
+    yield from about
+    if any(finding.check == "controller" and finding.level == "problem" for finding in about):
+        return
     with _folder(asked) as (folder, findings):
         yield from findings
         tests = list(_test_only(asked))
@@ -118,7 +122,10 @@ def examine(asked: Asked, say: Say) -> Generator[Finding, None, None]:
 
 def _version(client: str) -> str:
     try:
-        return call([client, "--version"], 20).strip()
+        said = " ".join(call([client, "--version"], 20).split())
+        if re.match(r"slurm[\w.-]* \d", said):
+            return said[:100]
+        return f"error: it is no client of SLURM: --version says {said[:60]!r}"
     except ClusterError as error:
         return f"error: {error}"
 
@@ -269,10 +276,11 @@ def _job(asked: Asked, folder: Path, say: Say) -> Iterator[Finding]:
 
 def _two_nodes(asked: Asked) -> bool:
     try:
-        text = call(["scontrol", "show", "partition", "-o"])
+        text = call(["scontrol", "show", "partition", "-o"], asked.profile.client_timeout)
         name = asked.profile.partition
         found: Partition | None = partition_of(text, name)
-        nodes = call(["sinfo", "-h", "-N", "-p", found.name, "-o", "%N %G"]) if found else ""
+        command = ["sinfo", "-h", "-N", "-p", found.name if found else "", "-o", "%N %G"]
+        nodes = call(command, asked.profile.client_timeout) if found else ""
         found = partition_of(text, name, nodes)
     except ClusterError:
         return False
@@ -295,7 +303,8 @@ def _follow(job_id: str, folder: Path, nodes: int, wait_s: float, say: Say) -> F
             job = _seen(job_id)
             if job is None:
                 return None
-            started = started or state_of(job.state, job.reason) not in (JobState.PENDING, JobState.HELD)
+            waiting = (JobState.PENDING, JobState.HELD, JobState.UNKNOWN)
+            started = started or state_of(job.state, job.reason) not in waiting
             if not started:
                 say(f"the test job {job_id} waits in the queue: {job.reason} ({time.monotonic() - begun:.0f} s)")
                 if why := hopeless(job.reason):
@@ -312,9 +321,9 @@ def _seen(job_id: str) -> SlurmJob | None:
     """The job as squeue lists it; None once it has ended."""
     try:
         found = parse_squeue(call(["squeue", "-h", "-j", job_id, "-o", SQUEUE_FORMAT], 20))
-    except ClusterAway:
-        return SlurmJob(job_id, "RUNNING", "", "", "", "")
-    except (ClusterError, ValueError):
+    except (ClusterAway, ValueError):  # nobody knows, so it may be there
+        return SlurmJob(job_id, "UNKNOWN", "squeue does not say", "", "", "")
+    except ClusterError:
         return None
     return found[0] if found else None
 

@@ -83,9 +83,11 @@ def gpus_of(gres: str) -> int:
 def partition_of(text: str, name: str | None, nodes: str = "") -> Partition | None:
     """The partition `name` (None: the default) out of `scontrol show partition -o`, and `sinfo -N -o "%N %G"` of it."""
     partitions = [dict(word.partition("=")[::2] for word in line.split() if "=" in word) for line in text.splitlines()]
-    tiers = [int(fields.get("PriorityTier", "1")) for fields in partitions]
+    partitions = [fields for fields in partitions if "PartitionName" in fields]
+    words = [fields.get("PriorityTier", "1") for fields in partitions]
+    tiers = [int(word) if word.isdigit() else 1 for word in words]
     for fields, tier in zip(partitions, tiers, strict=True):
-        if fields.get("PartitionName") == name or (name is None and fields.get("Default") == "YES"):
+        if fields["PartitionName"] == name or (name is None and fields.get("Default") == "YES"):
             most = fields.get("MaxNodes", "")
             rows = [row.split(None, 1) for row in nodes.splitlines() if row.strip()]
             return Partition(

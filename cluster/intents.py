@@ -11,7 +11,7 @@ import psutil
 
 from cluster.jobs import JobRecord
 from cluster.local_jobs import SAME_S, started
-from slipstream.run_folder import RunFolder, read_json, write_json
+from slipstream.run_folder import RunFolder, read_object, write_json
 
 
 def intent_file(run: RunFolder, role: str, attempt: int, incarnation: str) -> Path:
@@ -54,8 +54,8 @@ def open_intents(run: RunFolder, recorded: set[str]) -> list[dict[str, Any]]:
     """Intents that are not void, of incarnations that are not in `recorded`."""
     found = []
     for path in sorted((run.path / "intents").glob("*.json")):
-        with contextlib.suppress(ValueError, OSError):
-            intent = read_json(path) or {}
+        with contextlib.suppress(ValueError, OSError, TypeError):
+            intent = read_object(path, "time", "attempt")
             if intent.get("incarnation") and intent["incarnation"] not in recorded:
                 found.append(intent)
     return found

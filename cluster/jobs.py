@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from slipstream.run_folder import RunFolder, append_jsonl, read_json, read_jsonl
+from slipstream.run_folder import RunFolder, append_jsonl, is_number, read_jsonl, read_object
 
 UNRECORDED = "0"  # id of a job of which only the intent is on storage
 JOB_MARK = "SLIPSTREAM_JOB"  # environment variable that every process of a job inherits
@@ -105,13 +105,21 @@ def record_job(run: RunFolder, record: JobRecord) -> None:
 
 
 def read_jobs(run: RunFolder, attempt: int) -> list[JobRecord]:
-    """All jobs submitted in an attempt, oldest first. A line that lacks something is no record: its intent is found."""
-    names = {field.name for field in fields(JobRecord)}
-    found = []
-    for line in read_jsonl(run.jobs_file(attempt)):
-        with contextlib.suppress(TypeError):
-            found.append(JobRecord(**{key: value for key, value in line.items() if key in names}))
-    return found
+    """All jobs submitted in an attempt, oldest first."""
+    return [job for line in read_jsonl(run.jobs_file(attempt)) if (job := _job_of(line)) is not None]
+
+
+def _job_of(line: dict[str, Any]) -> JobRecord | None:
+    """None where the line is damaged: one that says less than a job, or something else."""
+    names = [field.name for field in fields(JobRecord)]
+    numbers = ("attempt", "start_time", "submitted")
+    if any(not (is_number if name in numbers else _is_text)(line.get(name)) for name in names):
+        return None
+    return JobRecord(**{name: line[name] for name in names})
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def unrecorded_jobs(run: RunFolder) -> list[JobRecord]:
@@ -122,8 +130,8 @@ def unrecorded_jobs(run: RunFolder) -> list[JobRecord]:
     known = {job.incarnation for attempt in run.attempts() for job in read_jobs(run, attempt)}
     found = []
     for path in sorted((run.path / "intents").glob("*.json")):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            intent = read_json(path) or {}
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged one must not hide the others
+            intent = read_object(path)
             if intent.get("incarnation") and intent["incarnation"] not in known:
                 found.append(
                     JobRecord(
@@ -157,7 +165,7 @@ def exit_record(run: RunFolder, job: JobRecord) -> dict[str, Any] | None:
     other: list[dict[str, Any]] = []
     for path in (run.path / "exit").glob("*.json"):
         with contextlib.suppress(ValueError, OSError):
-            value = read_json(path)
+            value = read_object(path, "time", "returncode", "left")
             if not value:
                 continue
             if value.get("incarnation") == job.incarnation:

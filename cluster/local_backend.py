@@ -38,6 +38,9 @@ class LocalBackend:
         self.profile = profile
 
     def check(self, config: RunConfig) -> None:
+        self.check_values(config)
+
+    def check_values(self, config: RunConfig) -> None:
         profile = f"cluster.profile = {config.cluster.profile!r}"
         for key, nodes in (("server.nodes", config.server.nodes), ("learner.nodes", config.learner.nodes)):
             if nodes > 1:

@@ -76,6 +76,9 @@ def sbatch_parameters(
     }
     for option in profile.sbatch:
         key, _, value = option.removeprefix("--").partition("=")
+        if key == "exclude":  # besides the nodes at fault
+            exclude = [value, *exclude]
+            continue
         extra[key] = value or True
     parameters: dict[str, Any] = {
         "job_name": job_name(run.run_id, role),

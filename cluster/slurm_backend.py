@@ -35,7 +35,7 @@ from cluster.slurm import (
 from cluster.slurm_states import SACCT_FORMAT, SlurmJob, parse_sacct, parse_scontrol, state_of, view_of
 from cluster.squeue import Queue, Snapshot
 from slipstream.run_config import RecoverySection, RunConfig
-from slipstream.run_folder import RunFolder, read_json, write_json
+from slipstream.run_folder import RunFolder, read_object, write_json
 
 # A submission may reach a busy controller after its client was given up, and a new job may miss from a list for a moment.
 LATE_S = 60.0
@@ -116,7 +116,7 @@ class SlurmBackend:
     def _leave_environment(self, run: RunFolder) -> None:
         """The variables of the allow-list, on storage. What an earlier submitter had and this one has not stays."""
         path = environment_file(run)
-        before = read_json(path) or {}
+        before = read_object(path)
         now = {**before, **exported(os.environ, self.profile.keep_environment)}
         if self.profile.vllm_python:
             now.pop("SLIPSTREAM_VLLM_PYTHON", None)

@@ -141,6 +141,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError([Problem("", None, f"cannot be read: {error.strerror}")], str(path)) from None
     try:
         return tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError([Problem("", None, "nested too deeply: flatten it")], str(path)) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([Problem("", None, _malformed(text, str(error)))], str(path)) from None
 

@@ -1,6 +1,7 @@
 """What `RunConfig` accepts, in words: the known keys, what each takes, the nearest known key. No I/O."""
 
 import difflib
+import json
 from functools import cache
 from typing import Any
 
@@ -129,7 +130,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        text = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        text = json.dumps(value, ensure_ascii=False)
     elif isinstance(value, list):
         text = "[" + ", ".join(format_value(item) for item in value) + "]"
     elif isinstance(value, dict):

@@ -6,6 +6,7 @@ Every file is written whole (write, fsync, rename) or appended to by exactly one
 import contextlib
 import errno
 import json
+import math
 import os
 import secrets
 import socket
@@ -13,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 RUN_FILE = "run.toml"
 LEDGER = "ledger.jsonl"
@@ -51,9 +52,14 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o600) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, mode)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno is not None:
+            error.filename, error.filename2 = (
+                str(path),
+                None,
+            )  # a full disk names no file, and the temporary one is gone
         raise
     fsync_folder(path.parent)
 
@@ -91,12 +97,31 @@ def read_json(path: Path) -> Any | None:
             return json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DamagedFile(f"{path} is damaged, it is no JSON: {error}") from error
         except OSError as error:
             if last or error.errno != errno.ESTALE:
                 raise
     raise AssertionError("not reached")
+
+
+def read_object(path: Path, *numbers: str) -> dict[str, Any]:
+    """The JSON object in `path`, or {} where the file is not there.
+
+    Raises DamagedFile where it holds anything else, or no finite number under a key of `numbers` that it has.
+    """
+    value = read_json(path)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise DamagedFile(f"{path} is damaged: it holds {str(value)[:60]!r}, which is no object")
+    if wrong := [key for key in numbers if value.get(key) is not None and not is_number(value[key])]:
+        raise DamagedFile(f"{path} is damaged: its {wrong[0]} is {str(value[wrong[0]])[:60]!r}, which is no number")
+    return value
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def append_jsonl(path: Path, value: Any) -> None:
@@ -124,7 +149,7 @@ def read_jsonl(path: Path) -> list[Any]:
         return []
     values = []
     for line in text.splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if isinstance(value, dict):
                 values.append(value)
@@ -135,7 +160,7 @@ def void_limits(fences: Mapping[int, Mapping[str, Any]], of_ledger: bool = False
     """Per attempt, the last step whose records count, by the fences of all later attempts. The newest has none."""
 
     def limit(attempt: int, fence: Mapping[str, Any]) -> int:
-        step = int(fence.get("step", 0))
+        step = int(fence.get("step") or 0)
         writer, known = fence.get("ledger", (0, step))
         return int(known) if of_ledger and attempt <= writer else step
 
@@ -217,7 +242,8 @@ class RunFolder:
             value = read_json(self.assignment_file)
         except (ValueError, OSError):
             return {}
-        return value if isinstance(value, dict) else {}
+        items = value.items() if isinstance(value, dict) else ()
+        return {key: item for key, item in items if isinstance(item, str | int)}
 
     def replaced(self, role: str, incarnation: str) -> bool:
         """Whether the supervisor has put another job in the place of this one."""
@@ -316,7 +342,7 @@ class RunFolder:
                 number += 1
 
     def fence(self, attempt: int) -> dict[str, Any]:
-        return read_json(self.fence_file(attempt)) or {}
+        return read_object(self.fence_file(attempt), "step")
 
     def void_after(self, of_ledger: bool = False) -> dict[int, int]:
         """Per attempt, the last step whose records count, by the fences of all later attempts. The newest has none."""
@@ -325,11 +351,11 @@ class RunFolder:
     def merged_records(self, name: str) -> Iterator[dict[str, Any]]:
         """Lines of `records/a*/<name>` over all attempts, without what a later attempt's fence made void.
 
-        Lines without a step count as the attempt's own and are kept.
+        Lines without a step count as the attempt's own and are kept; those whose step is no number are left out.
         """
         limits = self.void_after(of_ledger=name == LEDGER)
         for attempt in self.attempts():
             for line in read_jsonl(self.records(attempt) / name):
                 step = line.get("step")
-                if step is None or attempt not in limits or step <= limits[attempt]:
+                if step is None or (is_number(step) and step <= limits.get(attempt, step)):
                     yield {**line, "attempt": attempt}

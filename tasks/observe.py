@@ -1,5 +1,6 @@
 """One look at the run folder and the jobs: facts only, for `cluster.decide`."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from cluster.jobs import JobRecord, JobState, JobView
 from cluster.queue import hopeless
 from slipstream.process import STARTING, last_lines
 from slipstream.run_config import RunConfig
-from slipstream.run_folder import RunFolder, read_json
+from slipstream.run_folder import DamagedFile, RunFolder, read_object
 from tasks.records import assignment, read_faults, run_step
 
 # Phases in which the learner loads; in any other it has begun to work.
@@ -23,10 +24,10 @@ def newest_attempt(run: RunFolder) -> int:
 def heartbeat(run: RunFolder, writer: str, incarnation: str | None = None) -> dict[str, Any]:
     """The newest beat of `writer`, or {}; with `incarnation` only one of that job."""
     try:
-        value = read_json(run.heartbeat_file(writer))
+        value = read_object(run.heartbeat_file(writer), "step", "max_steps", "counter", "attempt", "time", "progress")
     except (ValueError, OSError):
         return {}
-    if not isinstance(value, dict) or (incarnation is not None and value.get("incarnation") != incarnation):
+    if incarnation is not None and value.get("incarnation") != incarnation:
         return {}
     return value
 
@@ -44,17 +45,19 @@ def endpoint(run: RunFolder) -> dict[str, Any]:
     """The address of the server that counts, or {}. Raises OSError."""
     named = assignment(run)
     incarnation = named.get("server") or named.get("allocation")
-    value = read_json(run.endpoint_file())
-    if not isinstance(value, dict):
-        return {}
+    value = read_object(run.endpoint_file())
     if incarnation is not None:
         return value if value.get("incarnation") == incarnation else {}
     return value if value.get("attempt") == newest_attempt(run) else {}
 
 
 def cancel_request(run: RunFolder) -> str:
-    value = read_json(run.cancel_file)
-    return f"{value.get('who', 'somebody')}: {value.get('why', 'no reason given')}" if isinstance(value, dict) else ""
+    """Who asked the run to stop, and why; ''. A damaged request is one all the same."""
+    try:
+        value = read_object(run.cancel_file)
+    except DamagedFile as error:
+        return f"somebody: {error}"
+    return f"{value.get('who', 'somebody')}: {value.get('why', 'no reason given')}" if value else ""
 
 
 def roles_of(config: RunConfig) -> tuple[str, ...]:
@@ -140,13 +143,20 @@ def observe(
         incarnations=incarnations,
         beats=beats(run, incarnations),
         endpoint=bool(endpoint(run)),
-        result=(read_json(run.path / "result.json") or {}).get("attempt") == attempt,
+        result=_result_of(run) == attempt,
         cancel=cancel_request(run),
         hopeless={role: why for role, why in whys.items() if why},
         step=run_step(run),
         attempt=attempt,
         faults=read_faults(run),
     )
+
+
+def _result_of(run: RunFolder) -> Any:
+    """The attempt that wrote the run's result. A damaged one is written again by the next attempt."""
+    with contextlib.suppress(DamagedFile):
+        return read_object(run.path / "result.json").get("attempt")
+    return None
 
 
 def evidence(run: RunFolder, job: JobRecord | None, view: JobView | None, job_log: Any) -> tuple[str, str]:

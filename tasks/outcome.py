@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.decide import Kind
-from slipstream.run_folder import RunFolder, read_json, write_json
+from slipstream.run_folder import DamagedFile, RunFolder, read_object, write_json
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,15 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def read_outcome(run: RunFolder) -> Outcome | None:
-    """How the run ended; None while it has not."""
-    value = read_json(run.path / "outcome.json")
-    if not isinstance(value, dict):
+    """How the run ended; None while it has not. Raises DamagedFile."""
+    path = run.path / "outcome.json"
+    value = read_object(path)
+    if not value:
         return None
     texts = {name: str(value.get(name) or "") for name in ("reason", "log", "last_lines")}
+    kinds = (Kind.FINISH, Kind.FAIL, Kind.CANCELLED)
+    if value.get("kind") not in kinds:
+        raise DamagedFile(f"{path} is damaged: its kind is {value.get('kind')!r}, which is none of {', '.join(kinds)}")
     return Outcome(Kind(value["kind"]), role=value.get("role"), **texts)
 
 

@@ -13,7 +13,7 @@ from cluster.profile import ClusterError, ClusterProfile, load_profile
 from slipstream.config_file import ConfigError, Problem, dump_config
 from slipstream.process import HEARTBEAT_INTERVAL_S
 from slipstream.run_config import RunConfig
-from slipstream.run_folder import RunFolder, new_run_id, read_json, write_atomic, write_json
+from slipstream.run_folder import RunFolder, new_run_id, read_object, write_atomic, write_json
 from tasks.interrupt import uninterrupted
 from tasks.lease import claim, release
 from tasks.observe import heartbeat, newest_attempt
@@ -100,7 +100,7 @@ def check_resumable(run: RunFolder) -> None:
 
 def _finished(run: RunFolder) -> bool:
     """Whether the newest attempt has a result; that of an earlier one, which was cut off meanwhile, does not count."""
-    result, newest = read_json(run.path / "result.json") or {}, newest_attempt(run)
+    result, newest = read_object(run.path / "result.json"), newest_attempt(run)
     return bool(result) and result.get("attempt", newest) == newest
 
 

@@ -7,17 +7,15 @@ from typing import Any
 
 from cluster.jobs import JobRecord, read_jobs
 from cluster.recovery import Fault
-from slipstream.run_folder import RunFolder, append_jsonl, read_json, read_jsonl, write_json
+from slipstream.run_folder import DamagedFile, RunFolder, append_jsonl, read_jsonl, read_object, write_json
 
 FAULTS = "faults.jsonl"
 
 
 def assignment(run: RunFolder) -> dict[str, Any]:
     """Which job of each role counts. Raises OSError: whoever starts jobs must not take no answer for none."""
-    with contextlib.suppress(ValueError):
-        value = read_json(run.assignment_file)
-        if isinstance(value, dict):
-            return value
+    with contextlib.suppress(DamagedFile):
+        return {key: item for key, item in read_object(run.assignment_file).items() if isinstance(item, str | int)}
     return {}
 
 
@@ -75,9 +73,9 @@ def run_step(run: RunFolder) -> int:
     step = 0
     attempt = (run.attempts() or [0])[-1]
     if attempt:
-        step = int(run.fence(attempt).get("step", 0))
+        step = int(run.fence(attempt).get("step") or 0)
     with contextlib.suppress(ValueError, OSError):
-        beat = read_json(run.heartbeat_file("learner")) or {}
+        beat = read_object(run.heartbeat_file("learner"), "step")
         if beat.get("attempt") == attempt:
             step = max(step, int(beat.get("step") or 0))
     return step

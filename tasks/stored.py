@@ -10,7 +10,7 @@ from cluster.jobs import JobRecord, read_jobs, unrecorded_jobs
 from cluster.profile import ClusterError, ClusterProfile, load_profile
 from slipstream.config_file import ConfigError, load_config
 from slipstream.run_config import RunConfig
-from slipstream.run_folder import RunFolder, read_json
+from slipstream.run_folder import DamagedFile, RunFolder, read_object
 
 
 def stored_config(run: RunFolder) -> RunConfig:
@@ -18,8 +18,12 @@ def stored_config(run: RunFolder) -> RunConfig:
 
 
 def started_in(run: RunFolder) -> Path:
-    """The folder that the run was started from: relative paths of its configuration are relative to it."""
-    return Path((read_json(run.path / "origin.json") or {}).get("cwd", "."))
+    """The folder that the run was started from: relative paths of its configuration are relative to it. Raises DamagedFile."""
+    path = run.path / "origin.json"
+    cwd = read_object(path, "time").get("cwd", ".")
+    if not isinstance(cwd, str) or "\0" in cwd:
+        raise DamagedFile(f"{path} is damaged: its cwd is {cwd!r}, which is no path")
+    return Path(cwd)
 
 
 @contextlib.contextmanager
@@ -41,7 +45,7 @@ def backend_anyway(run: RunFolder) -> Backend:
     """`backend_for`, but jobs can be seen and stopped though the run's configuration or its profile is damaged or gone."""
     try:
         return backend_for(run)
-    except (ConfigError, ClusterError, OSError):
+    except (ConfigError, ClusterError, DamagedFile, OSError):
         slurm = any(job.executor == "slurm" for job in all_jobs(run))
         return backend_of(ClusterProfile(executor="slurm" if slurm else "local"))
 

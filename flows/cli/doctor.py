@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from types import FrameType
 
 import click
 from rich.console import Console
@@ -11,6 +12,7 @@ from cluster.doctor import Asked, examine
 from cluster.findings import Finding, Level, counted
 from cluster.profile import load_profile
 from slipstream.config_file import load_config, parse_config
+from tasks.interrupt import handling
 
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "red"}
 
@@ -29,7 +31,18 @@ def doctor(name: str, config: Path | None, overrides: Sequence[str], job: bool, 
     console = Console(stderr=True)
     levels = []
     said = ""
-    with console.status("looking at the cluster") as status:
+
+    ending = False
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        nonlocal ending
+        if (
+            not ending
+        ):  # the job is cancelled and the folder removed on the way out, which a second signal must not break
+            ending = True
+            raise KeyboardInterrupt
+
+    with handling(end), console.status("looking at the cluster") as status:
 
         def say(text: str) -> None:
             nonlocal said

@@ -4,8 +4,10 @@ import shlex
 import sys
 from pathlib import Path
 
+from cluster.backends import backend_of
+from cluster.profile import ClusterError
 from cluster.submit import describe
-from slipstream.config_file import dump_config
+from slipstream.config_file import ConfigError, Problem, dump_config
 from slipstream.nodes import LOOPBACK, Place
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
@@ -20,6 +22,10 @@ def dry_run(config: RunConfig) -> str:
     from slipstream.learner.leader import torchrun_command
 
     profile = profile_of(config)
+    try:
+        backend_of(profile).check_values(config)
+    except ClusterError as error:
+        raise ConfigError([Problem("", None, str(error))]) from None
     first = Place(0, config.learner.nodes, HOST if config.learner.nodes > 1 else LOOPBACK, "INCARNATION")
     run = RunFolder(Path(config.storage.root).expanduser() / f"{config.name}-dry-run")
     parts = ["# --- configuration", dump_config(config).strip()]

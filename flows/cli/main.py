@@ -31,18 +31,51 @@ def fail_plainly(command: Callable[..., int]) -> Callable[..., None]:
         except (ConfigError, RunFolderError, ClusterError, NothingToResume) as error:
             click.echo(f"error: {error}", err=True)
             code = 2
+        except RuntimeError as error:
+            home = "home directory" in str(error)  # of pathlib, for "~" and "~user"
+            way_out = "a path begins with ~, and nobody knows that home: write it in full, or set HOME"
+            click.echo(f"error: {way_out}" if home else f"error: {_text(error)}", err=True)
+            code = 2 if home else 1
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             code = 130
         except click.ClickException:
             raise
+        except OSError as error:
+            click.echo(f"error: {_storage_text(error)}", err=True)
+            code = 1
         except Exception as error:
-            name = type(error).__name__
-            click.echo(f"error: {error}" if name in PLAIN else f"error: {name}: {error}", err=True)
+            click.echo(f"error: {_text(error)}", err=True)
             code = 1
         sys.exit(code)
 
     return run
+
+
+def _text(error: Exception) -> str:
+    name = type(error).__name__
+    return str(error) if name in PLAIN else f"{name}: {error}"
+
+
+def _storage_text(error: OSError) -> str:
+    """What the operating system refused, with the file and the way out."""
+    import errno
+
+    ways_out = {
+        errno.EACCES: "run it as the user that owns it, or mend its permissions",
+        errno.EPERM: "run it as the user that owns it, or mend its permissions",
+        errno.EROFS: "mount it so that it can be written, or choose another folder",
+        errno.ENOSPC: "make room there, and run the command again",
+        errno.EDQUOT: "make room in your quota, and run the command again",
+        errno.EISDIR: "a file belongs there: move the folder away",
+        errno.ENOTDIR: "a folder belongs there: move the file away",
+        errno.ENAMETOOLONG: "choose a shorter name",
+    }
+    way_out = ways_out.get(error.errno or 0, "look at the storage")
+    if error.filename is None or error.strerror is None:
+        return f"{error.strerror or error}: {way_out}"
+    name = str(error.filename2 or error.filename)
+    return f"{name if len(name) <= 300 else name[:299] + '…'}: {error.strerror}: {way_out}"
 
 
 PLAIN = ("RunFailed", "RunCancelled", "PrefectUnavailable", "CommandError")
@@ -156,6 +189,12 @@ def stop(run: str, root: str | None, why: str) -> int:
     stopped = stop_run(folder, getpass.getuser(), why)
     names = ", ".join(f"{job.role} (job {job.job_id})" for job in stopped)
     click.echo(f"stopped {names}" if stopped else f"{folder.run_id}: no job was running here")
+    if not folder.cancel_file.exists() and not (folder.path / "outcome.json").exists():
+        way_out = (
+            "whoever leads the run goes on and may start jobs again: make room, or stop it as the user that owns it"
+        )
+        click.echo(f"error: {folder.cancel_file} could not be written: {way_out}", err=True)
+        return 1
     return 0
 
 
@@ -226,7 +265,12 @@ def audit(run: str, root: str | None, as_json: bool) -> int:
 @SET
 @click.option("--no-job", is_flag=True, help="Leave out the short test job.")
 @click.option(
-    "--wait", "wait_s", default=300.0, metavar="SECONDS", help="Most that the test job may wait in the queue."
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(0, 86400),
+    default=300.0,
+    metavar="SECONDS",
+    help="Most that the test job may wait in the queue.",
 )
 @fail_plainly
 def doctor(profile: str, config: Path | None, overrides: tuple[str, ...], no_job: bool, wait_s: float) -> int:

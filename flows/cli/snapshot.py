@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.metrics.report import reward_functions
-from slipstream.run_folder import RunFolder, read_json
+from slipstream.run_folder import RunFolder, is_number, read_object
 from tasks.observe import counting_heartbeat, endpoint, heartbeat
 
 REWARD = "reward"
@@ -45,7 +45,7 @@ def take_snapshot(run: RunFolder) -> Snapshot:
     metrics: dict[str, float] = {}
     words: dict[str, str] = {}
     for window in windows:
-        metrics |= {key: value for key, value in window.items() if isinstance(value, int | float) and key != "attempt"}
+        metrics |= {key: value for key, value in window.items() if is_number(value) and key != "attempt"}
         words |= {key: value for key, value in window.items() if isinstance(value, str)}
     return Snapshot(
         run_id=run.run_id,
@@ -66,7 +66,7 @@ def take_snapshot(run: RunFolder) -> Snapshot:
 
 def history(windows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     """(step, value) of one metric, in the order of the records."""
-    return [(int(w.get("step", 0)), float(w[name])) for w in windows if isinstance(w.get(name), int | float)]
+    return [(int(w.get("step") or 0), float(w[name])) for w in windows if is_number(w.get(name))]
 
 
 def held_out_before_after(run: RunFolder, name: str = HELD_OUT) -> tuple[float | None, float | None]:
@@ -79,6 +79,6 @@ def held_out_before_after(run: RunFolder, name: str = HELD_OUT) -> tuple[float |
 
 def wall_time_s(run: RunFolder) -> float | None:
     """Seconds from the start of the run to its end (or to now); both were written by the flow's host."""
-    started = (read_json(run.path / "origin.json") or {}).get("time")
-    ended = (read_json(run.path / "outcome.json") or {}).get("time", time.time())
+    started = read_object(run.path / "origin.json", "time").get("time")
+    ended = read_object(run.path / "outcome.json", "time").get("time", time.time())
     return float(ended) - float(started) if started else None

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from flows.cli.parts import fault_lines, parts_lines
 from flows.cli.progress import clock, phase_text
 from flows.cli.snapshot import HELD_OUT_OF_ONE, held_out_before_after, take_snapshot, wall_time_s
-from slipstream.run_folder import RunFolder, read_json
+from slipstream.run_folder import RunFolder, read_object
+from tasks.outcome import read_outcome
 from tasks.records import assigned_jobs
 from tasks.stored import backend_anyway
 
@@ -18,7 +19,7 @@ def _reward(value: float | None) -> str:
 def summary(run: RunFolder, again: Sequence[str]) -> str:
     """The end of a finished run: results, where things lie, and the command that repeats it with other settings."""
     snapshot = take_snapshot(run)
-    result = read_json(run.path / "result.json") or {}
+    result = read_object(run.path / "result.json")
     before, after = held_out_before_after(run)
     seconds = wall_time_s(run)
     checkpoints = run.output(snapshot.attempt)
@@ -47,9 +48,9 @@ def _held_out_of_each(run: RunFolder, functions: Sequence[str]) -> list[str]:
 def status(run: RunFolder) -> str:
     """A run's state now: outcome or phase, jobs, step and newest metrics."""
     snapshot = take_snapshot(run)
-    outcome = read_json(run.path / "outcome.json")
-    ended = isinstance(outcome, dict) and outcome.get("attempt") == snapshot.attempt
-    state = f"{outcome['kind']}: {outcome['reason']}" if ended and outcome else phase_text(snapshot)
+    outcome = read_outcome(run)
+    ended = outcome is not None and read_object(run.path / "outcome.json").get("attempt") == snapshot.attempt
+    state = f"{outcome.kind}: {outcome.reason}" if outcome and ended else phase_text(snapshot)
     step = f"{snapshot.step}" + (f" of {snapshot.max_steps}" if snapshot.max_steps else "")
     lines = [str(run.path), f"  state     {state}", f"  attempt   {snapshot.attempt}", f"  step      {step}"]
     jobs, _ = assigned_jobs(run)

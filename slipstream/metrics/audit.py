@@ -227,7 +227,7 @@ def _outcomes(records: RunRecords, lines: Sequence[Line]) -> list[Finding]:
 
 def _impossible(records: RunRecords, lines: Sequence[Line]) -> list[Finding]:
     findings = []
-    begins = {a.number: int(a.fence.get("step", 0)) for a in records.attempts}
+    begins = {a.number: int(a.fence.get("step") or 0) for a in records.attempts}
     for line in lines:
         what = f"{_names([_key(line)])}, by {_where(line)}"
         if int(line["step"]) <= begins[line["attempt"]]:

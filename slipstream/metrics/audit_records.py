@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.config_file import load_config
 from slipstream.learner.checkpoint import REMAINDER_FILE, STATE_FILE, complete_checkpoints
 from slipstream.metrics.audit import audit
 from slipstream.metrics.audit_types import AttemptRecords, Audit, CheckpointRecord, RunRecords
-from slipstream.run_config import RunConfig
-from slipstream.run_folder import LEDGER, RunFolder, read_json, read_jsonl
+from slipstream.run_folder import LEDGER, RunFolder, is_number, read_jsonl, read_object
 
 FAULTS = "faults.jsonl"  # in records/, by the supervisor
 RESUMED = "resumed"  # a person began the attempt
@@ -26,8 +25,11 @@ def audit_run(run: RunFolder) -> Audit:
 
 
 def read_records(run: RunFolder) -> RunRecords:
-    """All records of a run. What cannot be read is among the records as such, never an error."""
-    config = RunConfig.model_validate(tomllib.loads(run.run_file.read_text(encoding="utf-8")))
+    """All records of a run. What cannot be read is among the records as such, never an error.
+
+    Raises ConfigError.
+    """
+    config = load_config(run.run_file)
     told = read_jsonl(run.path / "records" / FAULTS)
     faults = [fault for fault in told if fault.get("kind") != RESUMED]
     resumed = {int(fault.get("attempt", 0)) for fault in told if fault.get("kind") == RESUMED}
@@ -41,7 +43,7 @@ def read_records(run: RunFolder) -> RunRecords:
         attempts.append(
             AttemptRecords(
                 number=number,
-                fence=_object(run.fence_file(number)),
+                fence=_object(run.fence_file(number), "step"),
                 ledger=ledger,
                 metrics=metrics,
                 checkpoints=[_checkpoint(run, number, step, path) for step, path in _complete(run, number)],
@@ -58,14 +60,13 @@ def read_records(run: RunFolder) -> RunRecords:
         num_train_epochs=config.trainer.num_train_epochs,
         logging_steps=config.trainer.logging_steps,
         max_staleness=config.trainer.max_staleness,
-        result=_object(run.path / "result.json") or None,
+        result=_object(run.path / "result.json", "steps") or None,
     )
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _object(path: Path, *numbers: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError, OSError):
-        value = read_json(path)
-        return value if isinstance(value, dict) else {}
+        return read_object(path, *numbers)
     return {}
 
 
@@ -75,18 +76,24 @@ def _lines(run: RunFolder, path: Path, keys: tuple[str, ...]) -> tuple[list[dict
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return [], []
+    except OSError as error:
+        return [], [f"{path.relative_to(run.path)}: {error.strerror}"]
     lines, bad = [], []
     rows = text.split("\n")
     for number, row in enumerate(rows, 1):
         try:
             value = json.loads(row)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
-        if isinstance(value, dict) and all(key in value for key in keys):
+        if isinstance(value, dict) and all(is_number(value.get(key)) or _counts(value.get(key)) for key in keys):
             lines.append(value)
         elif row and number < len(rows):
             bad.append(f"{path.relative_to(run.path)}, line {number}")
     return lines, bad
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_number, value.values()))
 
 
 def _complete(run: RunFolder, attempt: int) -> list[tuple[int, Path]]:
@@ -103,7 +110,7 @@ def _checkpoint(run: RunFolder, attempt: int, step: int, path: Path) -> Checkpoi
 
 
 def _exits(run: RunFolder, attempt: int) -> list[dict[str, Any]]:
-    records = [_object(path) for path in (run.path / "exit").glob("*.json")]
+    records = [_object(path, "time", "left") for path in (run.path / "exit").glob("*.json")]
     return sorted((r for r in records if r.get("attempt") == attempt), key=lambda r: float(r.get("time", 0)))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.run_folder import RunFolder, read_json, read_jsonl, write_atomic
+from slipstream.run_folder import RunFolder, is_number, read_jsonl, read_object, write_atomic
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea580c", "#059669", "#9ca3af"
 
@@ -163,8 +163,8 @@ def series(windows: Iterable[dict[str, Any]], metric: str) -> tuple[list[int], l
     steps, values = [], []
     for window in windows:
         value = window.get(metric)
-        if isinstance(value, int | float) and value == value and abs(value) != float("inf"):
-            steps.append(int(window.get("step", 0)))
+        if is_number(value):
+            steps.append(int(window.get("step") or 0))
             values.append(float(value))
     return steps, values
 
@@ -231,12 +231,11 @@ def _run_file(run: RunFolder) -> dict[str, Any]:
 
 def _header(run: RunFolder, windows: Sequence[dict[str, Any]]) -> list[str]:
     settings = _run_file(run)
-    outcome = read_json(run.path / "outcome.json")
-    outcome = outcome if isinstance(outcome, dict) else {}
+    outcome = read_object(run.path / "outcome.json")
     attempts = run.attempts()
     _, rewards = series(windows, "reward")
-    steps = max((int(w.get("step", 0)) for w in windows), default=0)
-    times = [float(w["time"]) for w in windows if isinstance(w.get("time"), int | float)]
+    steps = max((int(w.get("step") or 0) for w in windows), default=0)
+    times = [float(w["time"]) for w in windows if is_number(w.get("time"))]
     facts = [
         ("held-out reward", _first_to_last(windows, "eval/reward")),
         *((f"held-out {name}", _first_to_last(windows, f"eval/rewards/{name}")) for name in reward_functions(windows)),
@@ -267,7 +266,7 @@ def _first_to_last(windows: Sequence[dict[str, Any]], metric: str) -> str:
 
 
 def _curves(run: RunFolder, windows: Sequence[dict[str, Any]]) -> list[str]:
-    starts = [int(run.fence(attempt).get("step", 0)) for attempt in run.attempts()[1:]]
+    starts = [int(run.fence(attempt).get("step") or 0) for attempt in run.attempts()[1:]]
     drawn = [(panel, draw(panel, windows, starts)) for panel in panels(windows)]
     lines = ["<h2>Curves</h2>", '<div class="panels">']
     for panel, svg in drawn:
@@ -289,6 +288,9 @@ def _settings(run: RunFolder) -> list[str]:
     return ["<h2>Settings</h2>", head, *rows, "</table></details>"]
 
 
+LATEST = 1e11  # seconds since the epoch: a time beyond it is a damaged record, and no calendar has it
+
+
 def _events(run: RunFolder) -> list[str]:
     """Attempts, and what the supervisor and the trainer noted, in the order of time."""
     rows: list[tuple[float, int, str]] = []
@@ -298,7 +300,8 @@ def _events(run: RunFolder) -> list[str]:
                 text = line.get("event") or line.get("message") or ""
                 extra = ", ".join(f"{k} {v}" for k, v in line.items() if k not in ("time", "event", "message"))
                 said = f"{text} ({extra})" if extra and text else text or extra
-                rows.append((float(line.get("time", 0)), attempt, said))
+                moment = line.get("time")
+                rows.append((float(moment) if is_number(moment) and 0 <= moment < LATEST else 0.0, attempt, said))
     if not rows:
         return []
     rows.sort(key=lambda row: row[0])

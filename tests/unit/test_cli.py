@@ -1,5 +1,6 @@
 """The command line: --dry-run, refusals, exit codes. Nothing is started here."""
 
+import errno
 import os
 import re
 import subprocess
@@ -125,3 +126,51 @@ def test_a_failure_ends_with_the_way_on() -> None:
     text = str(RunFailed("/runs/a b", Outcome(Kind.FAIL, "the server died", "server", "/log", "line 1\nline 2")))
     assert text.startswith("the run failed: the server died\n")
     assert text.endswith("line 2\n---\ncontinue once the cause is mended: slipstream resume '/runs/a b'")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["cluster.shape=one_allocation"], "has no allocations"),
+        (["learner.nodes=2"], "learner.nodes = 2"),
+        (["cluster.profile=slurm", "cluster.shape=one_allocation", "server.url=http://there:1"], "somebody else"),
+        (["cluster.profile=~nobody-of-that-name/p.toml"], "write it in full"),
+    ],
+)
+def test_a_dry_run_refuses_what_no_run_can_be(cli: CliRunner, settings: list[str], words: str) -> None:
+    flags = [part for setting in settings for part in ("--set", setting)]
+    result = cli.invoke(main, ["train", "examples/demo.toml", "--dry-run", *flags])
+    assert result.exit_code == 2, result.output
+    assert words in result.output
+
+
+def test_what_the_storage_refuses_names_the_file_and_the_way_out(cli: CliRunner, tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "r")
+    run.run_file.write_text("")
+    (run.path / "outcome.json").mkdir()
+    result = cli.invoke(main, ["status", str(run.path)])
+    assert result.exit_code == 1
+    assert (
+        result.output == f"error: {run.path}/outcome.json: Is a directory: a file belongs there: move the folder away\n"
+    )
+
+
+def test_a_value_cannot_break_the_lines_of_a_refusal(cli: CliRunner) -> None:
+    result = cli.invoke(main, ["train", "examples/demo.toml", "--dry-run", "--set", 'name="a\\nb\\u001b[31m"'])
+    assert 'name = "a\\nb\\u001b[31m"' in result.output
+
+
+def test_a_full_disk_names_the_file(cli: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder.create(tmp_path, "r")
+    run.run_file.write_text("")
+
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = cli.invoke(main, ["report", str(run.path)])
+    assert result.exit_code == 1
+    assert f"error: {run.report_file}: No space left on device: make room there" in result.output
+    result = cli.invoke(main, ["stop", str(run.path)])
+    assert result.exit_code == 1
+    assert "cancel.json could not be written" in result.output

@@ -139,3 +139,11 @@ def test_who_sees_whose_files() -> None:
     assert judge_visibility([node(seen_s={"here": 30.0})]).level is Level.WARNING
     lost = judge_visibility([node(), node(seen_s={"here": 0.1, "node 0": None})])
     assert (lost.level, lost.text) == (Level.PROBLEM, "n1 was not seen by node 0")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "garbage", "a=b c", "\0|||\n= =", "PartitionName=x PriorityTier=?\nPriorityTier=1"]
+)
+def test_what_is_no_partition_is_none(text: str) -> None:
+    assert partition_of(text, None) is None
+    assert partition_of(text, "y") is None
