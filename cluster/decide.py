@@ -22,6 +22,7 @@ from cluster.hang import Beat, hung
 from cluster.jobs import JobState, JobView
 from cluster.memory import State
 from cluster.recovery import Fault
+from slipstream.nodes import blamed
 
 __all__ = ["ENDINGS", "ROLES", "Action", "Beat", "Decision", "Kind", "Observation", "Policy", "State", "decide"]
 
@@ -202,14 +203,23 @@ def _fault(seen: Observation, policy: Policy, state: State) -> tuple[Fault, bool
         if role == "server" and learner_failed and view.state is JobState.FINISHED:
             continue  # it left after its learner
         kind, reason = _how_it_ended(role, view)
-        nodes = view.nodes if len(view.nodes) == 1 or kind == recovery.NOT_CHECKED else ()
-        return fault(role, kind, reason, nodes), view.final
+        return fault(role, kind, reason, _at_fault(view)), view.final
     if any(view.state is JobState.UNKNOWN for view in seen.jobs.values()):
         return None  # nothing can be stopped or started either
     if seen.result:
         return None
     stuck = hung(seen.beats, seen.jobs, seen.endpoint, policy, state, seen.now)
-    return (fault(stuck.role, recovery.HUNG, stuck.reason, stuck.nodes), False) if stuck else None
+    if stuck is None:
+        return None
+    nodes = recovery.among(stuck.hosts, seen.jobs[stuck.role].nodes)
+    return fault(stuck.role, recovery.HUNG, stuck.reason, nodes), False
+
+
+def _at_fault(view: JobView) -> tuple[str, ...]:
+    """Nodes of an ended job that are to blame: the one its leader names, those the scheduler lost, or the only one."""
+    if host := blamed(view.reason):
+        return recovery.among([host], view.nodes)
+    return view.lost or (view.nodes if len(view.nodes) == 1 else ())
 
 
 def _how_it_ended(role: str, view: JobView) -> tuple[str, str]:
@@ -219,7 +229,7 @@ def _how_it_ended(role: str, view: JobView) -> tuple[str, str]:
     if view.state is JobState.FINISHED and role != "server":
         return recovery.DIED, f"{who} exited without an error, but it wrote no result"
     kind = recovery.KINDS.get(view.state, recovery.DIED)
-    if view.reason.startswith("node "):
+    if kind == recovery.DIED and blamed(view.reason):
         kind = recovery.NOT_CHECKED
     how = "" if kind in (recovery.DIED, recovery.NOT_CHECKED) else f" ({view.state})"
     code = "" if view.returncode is None else f" with exit code {view.returncode}"

@@ -39,7 +39,7 @@ class Beat:
 class Stuck:
     role: str
     reason: str
-    nodes: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # where it hangs, by the machines' own names
 
 
 def hung(

@@ -23,7 +23,7 @@ from cluster.slurm import (
     sbatch_parameters,
     sbatch_text,
 )
-from cluster.slurm_states import SACCT_FORMAT, SlurmJob, parse_sacct, parse_scontrol, state_of, view_of
+from cluster.slurm_states import SACCT_FORMAT, SlurmJob, parse_down, parse_sacct, parse_scontrol, state_of, view_of
 from cluster.squeue import Queue, Snapshot
 from slipstream.run_config import RecoverySection, RunConfig
 from slipstream.run_folder import RunFolder, read_json, write_json
@@ -137,10 +137,23 @@ class SlurmBackend:
             else:
                 view = self._ended.get(job.job_id) or self._unlisted(job, snapshot)
             if view.state.ended:
+                known = self._ended.get(job.job_id)
+                view = self._with_lost(view) if known is None else replace(view, lost=known.lost)
                 self._ended[job.job_id] = view
                 view = with_exit_record(view, exit_record(run, job))
             views[job.incarnation] = view
         return views
+
+    def _with_lost(self, view: JobView) -> JobView:
+        """Asked once, when a job of several nodes has just ended for a node's sake; no answer blames nobody."""
+        if view.state not in (JobState.NODE_FAIL, JobState.BOOT_FAIL) or len(view.nodes) < 2:
+            return view
+        argv = ["sinfo", "-h", "-N", "-n", ",".join(view.nodes), "-o", "%N|%T"]
+        try:
+            down = parse_down(call(argv, self.profile.client_timeout))
+        except ClusterError:
+            return view
+        return replace(view, lost=tuple(node for node in view.nodes if node in down))
 
     def _unlisted(self, job: JobRecord, snapshot: Snapshot) -> JobView:
         """A job that squeue did not list: too new, too old, or lost. Asked once for each snapshot."""

@@ -130,6 +130,12 @@ def parse_sacct(text: str) -> list[SlurmJob]:
     return list(found.values())
 
 
+def parse_down(text: str) -> frozenset[str]:
+    """Nodes that are down, failed or do not answer, of lines of `sinfo -h -N -o "%N|%T"`."""
+    rows = (line.strip().partition("|") for line in text.splitlines())
+    return frozenset(name for name, _, state in rows if re.match(r"down|fail|error|.*\*", state.lower()))
+
+
 def expand_hosts(text: str) -> tuple[str, ...]:
     """SLURM's host list as names: `n[1-3,07],login` → n1, n2, n3, n07, login."""
     return tuple(name for part in _split(text) for name in _expand(part))

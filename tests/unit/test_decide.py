@@ -325,6 +325,38 @@ def test_a_failed_node_check_blames_its_node() -> None:
     assert (found.kind, found.nodes) == (recovery.NOT_CHECKED, ("n3",))
 
 
+FOUR = ("n1", "n2", "n3", "n4")
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "lost", "kind", "blames"),
+    [
+        (JobState.FAILED, "node n2: 7 of 8 GPUs", (), recovery.NOT_CHECKED, ("n2",)),
+        (JobState.FAILED, "node N2.cluster.local: 7 of 8 GPUs", (), recovery.NOT_CHECKED, ("n2",)),
+        (JobState.FAILED, "node n2: the leader of node 1 died without a word", (), recovery.NOT_CHECKED, ("n2",)),
+        (JobState.FAILED, "node 1 (n2) ended: rank 3: CUDA error", (), recovery.NOT_CHECKED, ("n2",)),
+        (JobState.FAILED, "node 1 (n2) ended: x (here: gloo)", (), recovery.NOT_CHECKED, ("n2",)),
+        (JobState.NODE_FAIL, "node n2: the leader of node 1 died", ("n3",), recovery.NODE, ("n2",)),
+        (JobState.FAILED, "node n22: 7 of 8 GPUs", (), recovery.NOT_CHECKED, ()),  # no node of the job
+        (JobState.FAILED, "node 0 did not say where it is in 5 s: see x", (), recovery.DIED, ()),
+        (JobState.FAILED, "node number 1: rank 2 did not come", (), recovery.DIED, ()),
+        (JobState.FAILED, "rank 3: ValueError: node n2: x", (), recovery.DIED, ()),
+        (JobState.NODE_FAIL, "SLURM: NODE_FAIL", ("n3",), recovery.NODE, ("n3",)),
+        (JobState.NODE_FAIL, "SLURM: NODE_FAIL", (), recovery.NODE, ()),
+        (JobState.PREEMPTED, "node n2: the leader of node 1 died", (), recovery.PREEMPTED, ("n2",)),
+    ],
+)
+def test_of_several_nodes_only_the_one_at_fault_is_blamed(
+    state: JobState, reason: str, lost: tuple[str, ...], kind: str, blames: tuple[str, ...]
+) -> None:
+    ended = JobView(state, 1, reason, nodes=FOUR, lost=lost)
+    found = decide(seen(learner=ended), HEALING, State()).fault
+    assert found is not None
+    assert (found.kind, found.nodes) == (kind, blames)
+    again = recovery.excluded([found, found], found.time + 1, 60)
+    assert again == (blames if kind in recovery.BLAMES_THE_NODE else ())
+
+
 def test_the_whole_allocation_is_resubmitted() -> None:
     policy = replace(HEALING, roles=("allocation",))
     whole = replace(seen(None, None), jobs={"allocation": view(JobState.NODE_FAIL)})
@@ -429,18 +461,18 @@ def test_each_phase_has_its_deadline_though_everything_else_moves(phase: str, ke
 
 def test_a_rank_that_stopped_is_named_with_its_node() -> None:
     def look(t: int) -> Observation:
-        frozen = Beat(3, (3.0, 3.0), True, "training", 3, "n2")
+        frozen = Beat(3, (3.0, 3.0), True, "training", 3, "n2.cluster.local")
         moving = {
             "server-0": Beat(t),
             "learner": Beat(t, (float(t), float(t)), True, "training", t),
             "learner-1": frozen,
         }
-        return at(t, seen(beats=moving))
+        return at(t, seen(learner=JobView(JobState.RUNNING, nodes=FOUR), beats=moving))
 
     found = after([look(t) for t in range(0, 200, 10)], HEALING).fault
     assert found is not None
     assert (found.role, found.nodes) == ("learner", ("n2",))
-    assert "rank 1 of the learner on n2 has not written a heartbeat" in found.reason
+    assert "rank 1 of the learner on n2.cluster.local has not written a heartbeat" in found.reason
 
 
 def test_what_is_known_of_a_dead_server_is_not_held_against_the_next() -> None:

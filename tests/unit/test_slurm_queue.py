@@ -154,6 +154,27 @@ def test_a_job_that_squeue_does_not_list(
     assert len(clients.calls) == calls  # once for a snapshot
 
 
+@pytest.mark.parametrize(
+    ("state", "sinfo", "lost"),
+    [
+        ("NODE_FAIL", "n1|idle\nn2|idle\nn3|down*\nn4|mixed\n", ("n3",)),
+        ("NODE_FAIL", "n1|idle\nn2|idle*\nn3|down\nn3|down\nn4|failing\n", ("n2", "n3", "n4")),
+        ("NODE_FAIL", "n1|idle\nn2|idle\nn3|drained\nn4|idle\n", ()),
+        ("NODE_FAIL", ClusterAway("timed out"), ()),
+        ("FAILED", "n3|down*\n", ()),
+    ],
+)
+def test_which_node_a_job_was_lost_with(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, state: str, sinfo: str | Exception, lost: tuple[str, ...]
+) -> None:
+    clients = Clients(monkeypatch, sinfo=sinfo)
+    ask = Asked(replace(listed(state), nodes="n[1-4]"))
+    one = backend(ask, poll_s=0)
+    assert one.look(run, [record()])["aa"].lost == lost
+    assert one.look(run, [record()])["aa"].lost == lost
+    assert clients.calls == (["sinfo"] if state == "NODE_FAIL" else [])  # once
+
+
 def test_squeue_is_believed_before_sacct(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     clients = Clients(monkeypatch, sacct="7|NODE_FAIL|n1|slipstream-r-server|")
     assert backend(Asked(listed("PENDING"))).look(run, [record()])["aa"].state is JobState.PENDING
