@@ -28,6 +28,8 @@ __all__ = ["ENDINGS", "ROLES", "Action", "Beat", "Decision", "Kind", "Observatio
 
 ROLES = ("server", "learner")
 LEARNERS = ("learner", "allocation")
+# states of a job for which the other role's nodes stand idle, in words
+WAITING = {JobState.PENDING: "queued", JobState.HELD: "held", JobState.SUSPENDED: "suspended"}
 
 
 class Kind(StrEnum):
@@ -171,7 +173,7 @@ def _remember(seen: Observation, policy: Policy, state: State) -> State:
         view = seen.jobs.get(role)
         state = state.owned(role, seen.incarnations.get(role, "") if view else None)
         state = state.first(f"{role} absent", now, view is None)
-        state = state.first(f"{role} pending", now, view is not None and view.state is JobState.PENDING)
+        state = state.first(f"{role} waits", now, view is not None and view.state in WAITING)
         state = state.first(f"{role} running", now, view is not None and view.state is JobState.RUNNING)
         state = state.first(f"{role} hopeless", now, role in seen.hopeless)
     for name, beat in seen.beats.items():
@@ -237,19 +239,21 @@ def _how_it_ended(role: str, view: JobView) -> tuple[str, str]:
 
 
 def _idle(seen: Observation, policy: Policy, state: State) -> tuple[tuple[Action, ...], str, Fault | None] | None:
-    """An allocation that waits for the other's turn in the queue is given back after a while."""
+    """Nodes that wait for the other's job (queued, held or suspended) are given back after a while."""
     server, learner = seen.jobs.get("server"), seen.jobs.get("learner")
     if server is None or learner is None:
         return None
-    waits = min(state.age("server running", seen.now), state.age("learner pending", seen.now))
+    waits = min(state.age("server running", seen.now), state.age("learner waits", seen.now))
     if waits > policy.max_idle_s and seen.endpoint:
-        why = f"the server has waited {waits / 60:.0f} minutes for a learner that is queued: its nodes are given back"
+        how = WAITING[learner.state]
+        why = f"the server has waited {waits / 60:.0f} minutes for a learner that is {how}: its nodes are given back"
         job = seen.incarnations.get("server", "")
         fault = Fault(seen.time, seen.attempt, "server", recovery.RELEASED, seen.step, (), why, job)
         return (Action(Kind.STOP, "server"),), why, fault
-    waits = min(state.age("learner running", seen.now), state.age("server pending", seen.now))
+    waits = min(state.age("learner running", seen.now), state.age("server waits", seen.now))
     if waits > policy.max_idle_s:
-        why = f"the learner has waited {waits / 60:.0f} minutes for a server that is queued: it saves and leaves"
+        how = WAITING[server.state]
+        why = f"the learner has waited {waits / 60:.0f} minutes for a server that is {how}: it saves and leaves"
         return (Action(Kind.LEAVE, "learner"),), why, None
     return None
 
@@ -291,7 +295,7 @@ def _waits_for_the_other(role: str, last: Fault | None, seen: Observation, polic
         if learner.state is not JobState.RUNNING:
             return "waiting for the cluster: the server starts once the learner's nodes are there"
     if role == "learner" and last is not None and last.kind == recovery.LEFT:
-        if state.age("server pending", seen.now) > policy.max_idle_s:
+        if state.age("server waits", seen.now) > policy.max_idle_s:
             return "waiting for the cluster: the learner starts once the server's nodes are there"
     return ""
 

@@ -284,8 +284,8 @@ class RecoverySection(Section):
         title="Idle GPUs",
         gt=0,
         le=MOST_SECONDS / 60,
-        description="Minutes that a server may wait for a learner in the cluster's queue, or a learner for a server, "
-        "before its nodes are given back.",
+        description="Minutes that a server may wait for a learner that is queued, held or suspended, or a learner for "
+        "such a server, before its nodes are given back.",
     )
     exclude_minutes: float = Field(
         120.0,

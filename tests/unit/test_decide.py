@@ -415,28 +415,44 @@ def test_a_hopeless_reason_is_named_and_a_passing_one_is_not() -> None:
     assert after([at(0, hopeless), at(30, seen(learner=PENDING)), at(61, hopeless)], HEALING).ending is None
 
 
-def test_an_idle_server_is_given_back_and_comes_again_with_its_learner() -> None:
-    waiting = seen(learner=PENDING, beats={"server-0": Beat(1)})
+WAITS = [(JobState.PENDING, "queued"), (JobState.HELD, "held"), (JobState.SUSPENDED, "suspended")]
+
+
+@pytest.mark.parametrize(("state", "word"), WAITS)
+def test_an_idle_server_is_given_back_and_comes_again_with_its_learner(state: JobState, word: str) -> None:
+    held = JobView(state)
+    waiting = seen(learner=held, beats={"server-0": Beat(1)})
     looks = [at(t, replace(waiting, beats={"server-0": Beat(t)})) for t in range(0, 302, 10)]
     assert after(looks[:-1], HEALING).ending is None
     idle = after([*looks, at(302, waiting)], HEALING)
     assert idle.actions == (Action(Kind.STOP, "server"),)
+    assert f"for a learner that is {word}" in idle.reason
     assert idle.fault is not None
     assert idle.fault.kind == recovery.RELEASED
-    alone = seen(server=None, learner=PENDING, endpoint=False, faults=(idle.fault,))
+    alone = seen(server=None, learner=held, endpoint=False, faults=(idle.fault,))
     assert after([at(0, alone), at(900, alone)], HEALING).actions == (Action(Kind.WAIT),)
     there = seen(server=None, endpoint=False, beats={}, faults=(idle.fault,))
     assert after([at(0, there)], HEALING).actions == (Action(Kind.START, "server"),)
 
 
-def test_a_learner_that_waits_for_a_queued_server_saves_and_leaves() -> None:
+def test_a_job_that_is_queued_and_then_held_idles_the_other_all_the_time() -> None:
+    states = [JobState.PENDING, JobState.HELD, JobState.PENDING, JobState.HELD]
+    looks = [at(100 * i, seen(learner=JobView(state), beats={"server-0": Beat(i)})) for i, state in enumerate(states)]
+    assert after(looks, HEALING).fault is None
+    assert after([*looks, at(301, looks[-1])], HEALING).actions == (Action(Kind.STOP, "server"),)
+
+
+@pytest.mark.parametrize(("state", "word"), WAITS)
+def test_a_learner_that_waits_for_a_server_saves_and_leaves(state: JobState, word: str) -> None:
     waiting = seen(
-        server=PENDING, endpoint=False, beats={"learner": Beat(1, (1.0, 5.0), True, "waiting for the server")}
+        server=JobView(state), endpoint=False, beats={"learner": Beat(1, (1.0, 5.0), True, "waiting for the server")}
     )
     looks = [at(t, replace(waiting, beats={"learner": Beat(t, (1.0, 5.0), True, "waiting for the server")})) for t in
              range(0, 302, 10)]  # fmt: skip
-    assert after([*looks, at(302, waiting)], HEALING).actions == (Action(Kind.LEAVE, "learner"),)
-    gone = seen(server=PENDING, learner=None, endpoint=False, faults=(fault(kind=recovery.LEFT, step=5),), step=5)
+    found = after([*looks, at(302, waiting)], HEALING)
+    assert found.actions == (Action(Kind.LEAVE, "learner"),)
+    assert f"for a server that is {word}" in found.reason
+    gone = seen(server=JobView(state), learner=None, endpoint=False, faults=(fault(kind=recovery.LEFT, step=5),), step=5)
     assert after([at(0, gone), at(301, gone)], HEALING).actions == (Action(Kind.WAIT),)
 
 
