@@ -23,7 +23,16 @@ from cluster.slurm import (
     sbatch_parameters,
     sbatch_text,
 )
-from cluster.slurm_states import SACCT_FORMAT, SlurmJob, parse_down, parse_sacct, parse_scontrol, state_of, view_of
+from cluster.slurm_states import (
+    SACCT_FORMAT,
+    SlurmJob,
+    no_such_job,
+    parse_down,
+    parse_sacct,
+    parse_scontrol,
+    state_of,
+    view_of,
+)
 from cluster.squeue import Queue, Snapshot
 from slipstream.run_config import RecoverySection, RunConfig
 from slipstream.run_folder import RunFolder, read_json, write_json
@@ -166,12 +175,13 @@ class SlurmBackend:
         return asked[1]
 
     def _ask(self, job: JobRecord) -> JobView:
+        unclear = ""
         try:
             text = call(["scontrol", "show", "job", "-o", job.job_id], self.profile.client_timeout)
         except ClusterAway as error:
             return JobView(JobState.UNKNOWN, reason=str(error), source="scontrol")
-        except ClusterError:
-            text = ""  # it answers that there is no such job
+        except ClusterError as error:
+            text, unclear = "", "" if no_such_job(str(error)) else str(error)
         found = next((one for one in parse_scontrol(text) if one.job_id == job.job_id and _is(one, job)), None)
         if found is not None:
             return view_of(found, "scontrol")
@@ -179,6 +189,8 @@ class SlurmBackend:
         found = next((one for one in accounted if one.job_id == job.job_id and one.name == _name(job)), None)
         if found is not None and state_of(found.state).ended:
             return view_of(found, "sacct")
+        if unclear:
+            return JobView(JobState.UNKNOWN, reason=unclear, source="scontrol")
         if time.time() < job.submitted + LATE_S:
             return JobView(JobState.PENDING, source="sbatch")
         return JobView(JobState.GONE, reason="SLURM does not know the job any more", source="scontrol")

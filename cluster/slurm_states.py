@@ -118,6 +118,11 @@ def parse_scontrol(text: str) -> list[SlurmJob]:
     return found
 
 
+def no_such_job(words: str) -> bool:
+    """Whether scontrol's error says that the controller does not know the job; any other says nothing of it."""
+    return bool(re.search(r"invalid job ?id|\bjob \S+ not found|no jobs in the system", words, re.IGNORECASE))
+
+
 def parse_sacct(text: str) -> list[SlurmJob]:
     """Lines of `sacct -nP -o SACCT_FORMAT`; of a job with several (`-D`) the last, which is the newest."""
     found: dict[str, SlurmJob] = {}

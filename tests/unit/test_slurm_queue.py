@@ -131,6 +131,23 @@ class Clients:
             "scontrol",
         ),
         ({"scontrol": ClusterAway("timed out")}, JobState.UNKNOWN, "scontrol"),
+        ({"scontrol": ClusterError("slurm_load_jobs error: Invalid job id specified")}, JobState.GONE, "scontrol"),
+        ({"scontrol": ClusterError("Job 7 not found")}, JobState.GONE, "scontrol"),
+        ({"scontrol": "No jobs in the system"}, JobState.GONE, "scontrol"),
+        ({"scontrol": ClusterError("Access/permission denied")}, JobState.UNKNOWN, "scontrol"),
+        ({"scontrol": ClusterError("Protocol authentication error")}, JobState.UNKNOWN, "scontrol"),
+        ({"scontrol": ClusterError("there is no `scontrol` on this machine")}, JobState.UNKNOWN, "scontrol"),
+        ({"scontrol": ClusterError("exit code 1")}, JobState.UNKNOWN, "scontrol"),
+        (
+            {"scontrol": ClusterError("exit code 1"), "sacct": "7|RUNNING|n1|slipstream-r-server|"},
+            JobState.UNKNOWN,
+            "scontrol",
+        ),
+        (
+            {"scontrol": ClusterError("exit code 1"), "sacct": "7|TIMEOUT|n1|slipstream-r-server|"},
+            JobState.TIMEOUT,
+            "sacct",
+        ),
         (
             {"sacct": "7|NODE_FAIL|n1|slipstream-r-server|\n7|PREEMPTED|n1|slipstream-r-server|"},
             JobState.PREEMPTED,
