@@ -452,7 +452,9 @@ def test_a_learner_that_waits_for_a_server_saves_and_leaves(state: JobState, wor
     found = after([*looks, at(302, waiting)], HEALING)
     assert found.actions == (Action(Kind.LEAVE, "learner"),)
     assert f"for a server that is {word}" in found.reason
-    gone = seen(server=JobView(state), learner=None, endpoint=False, faults=(fault(kind=recovery.LEFT, step=5),), step=5)
+    gone = seen(
+        server=JobView(state), learner=None, endpoint=False, faults=(fault(kind=recovery.LEFT, step=5),), step=5
+    )
     assert after([at(0, gone), at(301, gone)], HEALING).actions == (Action(Kind.WAIT),)
 
 
