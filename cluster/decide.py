@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster import recovery
-from cluster.hang import Beat, hung
+from cluster.hang import EVALUATES, Beat, hung
 from cluster.jobs import JobState, JobView
 from cluster.memory import State
 from cluster.recovery import Fault
@@ -182,9 +182,10 @@ def _remember(seen: Observation, policy: Policy, state: State) -> State:
         state = state.forget(gone)
     running = any(f"{role} running" in state.since for role in LEARNERS)
     external = policy.roles == ("learner",)
-    state = state.first("learner may load", now, running and (seen.endpoint or external))
-    state = state.first("result", now, seen.result)
     mine = seen.beats.get("learner")
+    evaluates = mine is not None and mine.phase == EVALUATES
+    state = state.first("learner may load", now, running and (seen.endpoint or external) and not evaluates)
+    state = state.first("result", now, seen.result)
     state = state.changed("training", now, mine is not None and (mine.training or state.seen.get("training") is True))
     state = state.changed("phase", now, (mine.phase, mine.step) if mine else None)
     return state.changed("work", now, tuple(seen.beats[name].work for name in sorted(seen.beats)))

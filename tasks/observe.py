@@ -6,13 +6,11 @@ from typing import Any
 from cluster.decide import ROLES, Beat, Observation, Policy
 from cluster.jobs import JobRecord, JobState, JobView
 from cluster.queue import hopeless
-from slipstream.process import STARTING, last_lines
+from slipstream.process import last_lines
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json
 from tasks.records import read_faults, run_step
 
-# Phases in which the learner loads; in any other it has begun to work.
-LOADING = STARTING | {"delivering weights"}
 OVER = frozenset({"ended", "finished", "left"})
 
 
@@ -89,7 +87,7 @@ def read_beat(value: Mapping[str, Any]) -> Beat:
     return Beat(
         counter=int(value.get("counter") or 0),
         work=(float(value.get("progress") or 0), float(step)),
-        training=step > 0 or (bool(phase) and phase not in LOADING),
+        training=bool(value.get("begun")) or phase == "training",
         phase=phase,
         step=step,
         host=str(value.get("host") or ""),

@@ -477,6 +477,50 @@ def test_each_phase_has_its_deadline_though_everything_else_moves(phase: str, ke
     assert f"learner.{key}" in found.reason
 
 
+STARTS = ["loading the model", "probing the server", "delivering weights", "waiting for rollouts"]
+
+
+@pytest.mark.parametrize("phase", STARTS)
+def test_the_first_step_has_a_deadline_though_everything_else_moves(phase: str) -> None:
+    def look(t: int, training: bool = False, endpoint: bool = True) -> Observation:
+        moving = {"server-0": Beat(t, (float(t),)), "learner": Beat(t, (float(t), 3.0), training, phase, 3)}
+        return at(t, seen(beats=moving, endpoint=endpoint))
+
+    assert after([look(t) for t in range(0, 201, 10)], HEALING).fault is None
+    found = after([look(t) for t in range(0, 211, 10)], HEALING).fault
+    assert found is not None
+    assert (found.role, found.kind) == ("learner", recovery.HUNG)
+    assert "first step within learner.startup_timeout = 200 s" in found.reason
+    again = [*(look(t) for t in range(0, 101, 10)), look(110, endpoint=False)]
+    again += [look(t) for t in range(120, 321, 10)]
+    assert after(again, HEALING).fault is None  # it waited for another server
+    assert after([*again, look(330)], HEALING).fault is not None
+
+
+def test_after_the_first_step_has_begun_its_deadline_is_over() -> None:
+    def look(t: int) -> Observation:
+        learner = Beat(t, (float(t), 0.0), t >= 100, "training" if t == 100 else "waiting for rollouts", 0)
+        return at(t, seen(beats={"server-0": Beat(t), "learner": learner}))
+
+    assert after([look(t) for t in range(0, 1000, 10)], HEALING).fault is None
+
+
+def test_an_evaluation_before_the_first_step_only_has_to_go_on() -> None:
+    def look(t: int, work: float | None = None, phase: str = "evaluating") -> Observation:
+        learner = Beat(t, (float(t) if work is None else work, 0.0), False, phase, 0)
+        return at(t, seen(beats={"server-0": Beat(t), "learner": learner}))
+
+    going = [look(t, phase="delivering weights") for t in range(0, 150, 10)] + [look(t) for t in range(150, 1001, 10)]
+    assert after(going, HEALING).fault is None
+    assert after([*going, *(look(t, 1.0) for t in range(1010, 1061, 10))], HEALING).fault is None
+    stuck = after([*going, *(look(t, 1.0) for t in range(1010, 1071, 10))], HEALING).fault
+    assert stuck is not None
+    assert "learner.step_timeout = 50" in stuck.reason
+    first = [look(t, phase="waiting for rollouts") for t in range(1010, 1211, 10)]
+    assert after([*going, *first], HEALING).fault is None
+    assert after([*going, *first, look(1220, phase="waiting for rollouts")], HEALING).fault is not None
+
+
 def test_a_rank_that_stopped_is_named_with_its_node() -> None:
     def look(t: int) -> Observation:
         frozen = Beat(3, (3.0, 3.0), True, "training", 3, "n2.cluster.local")
