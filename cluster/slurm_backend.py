@@ -13,6 +13,7 @@ from cluster.intents import open_intents, record_of, void_intent, write_intent, 
 from cluster.jobs import JobRecord, JobState, JobView, exit_record, read_jobs, record_job, with_exit_record
 from cluster.node import environment_file
 from cluster.profile import ClusterError, ClusterProfile
+from cluster.refusals import refusals
 from cluster.slurm import (
     EntryExecutor,
     exported,
@@ -74,6 +75,8 @@ class SlurmBackend:
                 'where SLURM\'s clients are, or use cluster.profile = "local"'
             )
         self.check_values(config)
+        if found := refusals(self.profile, config):
+            raise ClusterError(f"cluster.profile = {config.cluster.profile!r}: {'; '.join(found)}")
 
     def check_values(self, config: RunConfig) -> None:
         """The part of `check` that needs no SLURM."""

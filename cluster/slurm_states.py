@@ -141,6 +141,14 @@ def parse_down(text: str) -> frozenset[str]:
     return frozenset(name for name, _, state in rows if re.match(r"down|fail|error|.*\*", state.lower()))
 
 
+def all_usable(text: str) -> bool:
+    """Whether all nodes of lines of `sinfo -h -N -o "%N|%T"` may take a job now or once another job has ended."""
+    states = [line.strip().partition("|")[2].lower() for line in text.splitlines() if line.strip()]
+    return bool(states) and not any(
+        re.search(r"down|drain|fail|err|maint|boot|unk|inval|\*", state) for state in states
+    )
+
+
 def expand_hosts(text: str) -> tuple[str, ...]:
     """SLURM's host list as names: `n[1-3,07],login` → n1, n2, n3, n07, login."""
     return tuple(name for part in _split(text) for name in _expand(part))

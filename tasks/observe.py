@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.decide import ROLES, Beat, Observation, Policy
+from cluster.backend import roles_of
+from cluster.decide import Beat, Observation, Policy
 from cluster.jobs import JobRecord, JobState, JobView
 from cluster.queue import hopeless
 from slipstream.process import last_lines
@@ -54,13 +55,6 @@ def endpoint(run: RunFolder) -> dict[str, Any]:
 def cancel_request(run: RunFolder) -> str:
     value = read_json(run.cancel_file)
     return f"{value.get('who', 'somebody')}: {value.get('why', 'no reason given')}" if isinstance(value, dict) else ""
-
-
-def roles_of(config: RunConfig) -> tuple[str, ...]:
-    """The jobs of a run."""
-    if config.server.url:
-        return ("learner",)
-    return ("allocation",) if config.cluster.shape == "one_allocation" else ROLES
 
 
 def policy_of(config: RunConfig) -> Policy:
