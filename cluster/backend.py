@@ -12,6 +12,13 @@ from slipstream.run_folder import RunFolder
 KILL_AFTER_S = 5.0
 
 
+def roles_of(config: RunConfig) -> tuple[str, ...]:
+    """The jobs of a run."""
+    if config.server.url:
+        return ("learner",)
+    return ("allocation",) if config.cluster.shape == "one_allocation" else ("server", "learner")
+
+
 @dataclass(frozen=True)
 class JobRequest:
     """One job to submit.

@@ -18,15 +18,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster import recovery
-from cluster.hang import Beat, hung
+from cluster.hang import EVALUATES, Beat, hung
 from cluster.jobs import JobState, JobView
 from cluster.memory import State
 from cluster.recovery import Fault
+from slipstream.nodes import blamed
 
 __all__ = ["ENDINGS", "ROLES", "Action", "Beat", "Decision", "Kind", "Observation", "Policy", "State", "decide"]
 
 ROLES = ("server", "learner")
 LEARNERS = ("learner", "allocation")
+# states of a job for which the other role's nodes stand idle, in words
+WAITING = {JobState.PENDING: "queued", JobState.HELD: "held", JobState.SUSPENDED: "suspended"}
 
 
 class Kind(StrEnum):
@@ -170,7 +173,7 @@ def _remember(seen: Observation, policy: Policy, state: State) -> State:
         view = seen.jobs.get(role)
         state = state.owned(role, seen.incarnations.get(role, "") if view else None)
         state = state.first(f"{role} absent", now, view is None)
-        state = state.first(f"{role} pending", now, view is not None and view.state is JobState.PENDING)
+        state = state.first(f"{role} waits", now, view is not None and view.state in WAITING)
         runs = view is not None and view.state is JobState.RUNNING
         state = state.first(f"{role} running", now, runs)
         state = state.first(f"{role} loads", now, runs and not seen.endpoint)
@@ -181,16 +184,17 @@ def _remember(seen: Observation, policy: Policy, state: State) -> State:
         state = state.forget(gone)
     running = any(f"{role} running" in state.since for role in LEARNERS)
     external = policy.roles == ("learner",)
-    state = state.first("learner may load", now, running and (seen.endpoint or external))
-    state = state.first("result", now, seen.result)
     mine = seen.beats.get("learner")
+    evaluates = mine is not None and mine.phase == EVALUATES
+    state = state.first("learner may load", now, running and (seen.endpoint or external) and not evaluates)
+    state = state.first("result", now, seen.result)
     # a beat that cannot be read takes back nothing
     trains = state.seen.get("training") is True or (mine is not None and mine.training)
     state = state.changed("training", now, trains)
     state = state.changed("phase", now, (mine.phase, mine.step) if mine else None)
     state = state.changed("work", now, tuple(seen.beats[name].work for name in sorted(seen.beats)))
     if any(view.state is JobState.SUSPENDED for view in seen.jobs.values()):
-        state = state.restart(now, "phase", "work")
+        state = state.restart(now, "phase", "work", "learner may load")
     return state
 
 
@@ -209,14 +213,23 @@ def _fault(seen: Observation, policy: Policy, state: State) -> tuple[Fault, bool
         if role == "server" and learner_failed and view.state is JobState.FINISHED:
             continue  # it left after its learner
         kind, reason = _how_it_ended(role, view)
-        nodes = view.nodes if len(view.nodes) == 1 or kind == recovery.NOT_CHECKED else ()
-        return fault(role, kind, reason, nodes), view.final
+        return fault(role, kind, reason, _at_fault(view)), view.final
     if any(view.state is JobState.UNKNOWN for view in seen.jobs.values()):
         return None  # nothing can be stopped or started either
     if seen.result:
         return None
     stuck = hung(seen.beats, seen.jobs, seen.endpoint, policy, state, seen.now)
-    return (fault(stuck.role, recovery.HUNG, stuck.reason, stuck.nodes), False) if stuck else None
+    if stuck is None:
+        return None
+    nodes = recovery.among(stuck.hosts, seen.jobs[stuck.role].nodes)
+    return fault(stuck.role, recovery.HUNG, stuck.reason, nodes), False
+
+
+def _at_fault(view: JobView) -> tuple[str, ...]:
+    """Nodes of an ended job that are to blame: the one its leader names, those the scheduler lost, or the only one."""
+    if host := blamed(view.reason):
+        return recovery.among([host], view.nodes)
+    return view.lost or (view.nodes if len(view.nodes) == 1 else ())
 
 
 def _how_it_ended(role: str, view: JobView) -> tuple[str, str]:
@@ -226,7 +239,7 @@ def _how_it_ended(role: str, view: JobView) -> tuple[str, str]:
     if view.state is JobState.FINISHED and role != "server":
         return recovery.DIED, f"{who} exited without an error, but it wrote no result"
     kind = recovery.KINDS.get(view.state, recovery.DIED)
-    if view.reason.startswith("node "):
+    if kind == recovery.DIED and blamed(view.reason):
         kind = recovery.NOT_CHECKED
     how = "" if kind in (recovery.DIED, recovery.NOT_CHECKED) else f" ({view.state})"
     code = "" if view.returncode is None else f" with exit code {view.returncode}"
@@ -234,19 +247,21 @@ def _how_it_ended(role: str, view: JobView) -> tuple[str, str]:
 
 
 def _idle(seen: Observation, policy: Policy, state: State) -> tuple[tuple[Action, ...], str, Fault | None] | None:
-    """An allocation that waits for the other's turn in the queue is given back after a while."""
+    """Nodes that wait for the other's job (queued, held or suspended) are given back after a while."""
     server, learner = seen.jobs.get("server"), seen.jobs.get("learner")
     if server is None or learner is None:
         return None
-    waits = min(state.age("server running", seen.now), state.age("learner pending", seen.now))
+    waits = min(state.age("server running", seen.now), state.age("learner waits", seen.now))
     if waits > policy.max_idle_s and seen.endpoint:
-        why = f"the server has waited {waits / 60:.0f} minutes for a learner that is queued: its nodes are given back"
+        how = WAITING[learner.state]
+        why = f"the server has waited {waits / 60:.0f} minutes for a learner that is {how}: its nodes are given back"
         job = seen.incarnations.get("server", "")
         fault = Fault(seen.time, seen.attempt, "server", recovery.RELEASED, seen.step, (), why, job)
         return (Action(Kind.STOP, "server"),), why, fault
-    waits = min(state.age("learner running", seen.now), state.age("server pending", seen.now))
+    waits = min(state.age("learner running", seen.now), state.age("server waits", seen.now))
     if waits > policy.max_idle_s:
-        why = f"the learner has waited {waits / 60:.0f} minutes for a server that is queued: it saves and leaves"
+        how = WAITING[server.state]
+        why = f"the learner has waited {waits / 60:.0f} minutes for a server that is {how}: it saves and leaves"
         return (Action(Kind.LEAVE, "learner"),), why, None
     return None
 
@@ -288,7 +303,7 @@ def _waits_for_the_other(role: str, last: Fault | None, seen: Observation, polic
         if learner.state is not JobState.RUNNING:
             return "waiting for the cluster: the server starts once the learner's nodes are there"
     if role == "learner" and last is not None and last.kind == recovery.LEFT:
-        if state.age("server pending", seen.now) > policy.max_idle_s:
+        if state.age("server waits", seen.now) > policy.max_idle_s:
             return "waiting for the cluster: the learner starts once the server's nodes are there"
     return ""
 

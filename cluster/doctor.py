@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cluster.backend import roles_of
 from cluster.backends import backend_of
 from cluster.clients import ClusterAway, call
 from cluster.doctor_node import answer, fingerprint
@@ -39,7 +40,8 @@ from cluster.findings import (
 from cluster.jobs import JobState
 from cluster.profile import ClusterError, ClusterProfile
 from cluster.queue import hopeless
-from cluster.slurm import EntryExecutor, Shape, exported, in_container, sbatch_parameters, sbatch_text, shape_of
+from cluster.refusals import try_request, way_out
+from cluster.slurm import EntryExecutor, Shape, exported, in_container, sbatch_parameters, shape_of
 from cluster.slurm_backend import SlurmBackend
 from cluster.slurm_states import SQUEUE_FORMAT, SlurmJob, parse_squeue, state_of
 from slipstream.process import last_lines
@@ -74,9 +76,7 @@ class Asked:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        if self.config.cluster.shape == "one_allocation":
-            return ("allocation",)
-        return ("learner",) if self.config.server.url else ("server", "learner")
+        return roles_of(self.config)
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -195,19 +195,14 @@ def _folder(asked: Asked) -> Iterator[tuple[Path | None, list[Finding]]]:
 
 def _test_only(asked: Asked) -> Iterator[Finding]:
     """The batch files of a run, as they would be submitted, judged by SLURM."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = RunFolder(Path(folder) / "doctor")
-        for role, shape in asked.shapes.items():
-            file = Path(folder) / f"{role}.sh"
-            text = sbatch_text(asked.profile, run, role, 1, "incarnation", asked.config, Path.cwd(), Path(folder))
-            file.write_text(text)
-            try:
-                call(["sbatch", "--test-only", str(file)], asked.profile.client_timeout)
-                yield ok("submission", f"SLURM would take the {role}'s job ({size_of(shape)})")
-            except ClusterError as error:
-                yield problem(
-                    "submission", f"the {role}'s job ({size_of(shape)}): {error}", "look at the profile's settings"
-                )
+    profile, config = asked.profile, asked.config
+    for role, shape in asked.shapes.items():
+        try:
+            try_request(profile, config, role)
+            yield ok("submission", f"SLURM would take the {role}'s job ({size_of(shape)})")
+        except ClusterError as error:
+            text = f"the {role}'s job ({size_of(shape)}): {error}"
+            yield problem("submission", text, way_out(profile, config, role, str(error)))
 
 
 def _request(asked: Asked, folder: Path, meet: bool) -> dict[str, str]:

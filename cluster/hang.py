@@ -17,13 +17,14 @@ BOUNDED = {
     "training": ("learner.step_timeout", "step_s", "training one step"),
 }
 WAITS_FOR_OTHERS = "waiting for the server"
+EVALUATES = "evaluating"
 
 
 @dataclass(frozen=True)
 class Beat:
     """What of a heartbeat decides: `counter` counts beats; `work` is any value that changes while work is done.
 
-    `training`: the learner has begun to work (it does not load any more). `host`: where the writer runs.
+    `training`: the learner's first optimizer step has begun. `host`: where the writer runs.
     """
 
     counter: int
@@ -39,7 +40,7 @@ class Beat:
 class Stuck:
     role: str
     reason: str
-    nodes: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # where it hangs, by the machines' own names
 
 
 def hung(
@@ -85,15 +86,18 @@ def _who(name: str, beat: Beat) -> str:
 
 
 def _learner(beats: Mapping[str, Beat], role: str, policy: "Policy", state: State, now: float) -> Stuck | None:
+    beat = beats.get("learner")
     if state.seen.get("training") is not True:
+        if beat is not None and beat.phase == EVALUATES:
+            idle = min(state.age("work", now), state.age("phase", now))
+            return _no_progress(role, policy) if idle > policy.step_s else None
         if state.age("learner may load", now) > policy.learner_startup_s:
             return Stuck(
                 role,
-                f"the learner did not begin to train within learner.startup_timeout = {policy.learner_startup_s:g} s: "
+                f"the learner did not begin its first step within learner.startup_timeout = {policy.learner_startup_s:g} s: "
                 "look into its log, or raise the limit",
             )
         return None
-    beat = beats.get("learner")
     if beat is not None and beat.phase == WAITS_FOR_OTHERS:
         return None  # the server's own deadlines run, and the queue has none
     since_work = min(state.age("work", now), state.age("training", now))
@@ -104,8 +108,12 @@ def _learner(beats: Mapping[str, Beat], role: str, policy: "Policy", state: Stat
             slowest = _slowest(beats, state, now)
             return Stuck(role, f"the learner has been {doing} for {key} = {limit:g} s{slowest}", ())
     if since_work > policy.step_s:
-        return Stuck(role, f"no progress for learner.step_timeout = {policy.step_s:g} s: the run is stuck")
+        return _no_progress(role, policy)
     return None
+
+
+def _no_progress(role: str, policy: "Policy") -> Stuck:
+    return Stuck(role, f"no progress for learner.step_timeout = {policy.step_s:g} s: the run is stuck")
 
 
 def _slowest(beats: Mapping[str, Beat], state: State, now: float) -> str:

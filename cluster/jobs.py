@@ -85,6 +85,7 @@ class JobView:
         left: the optimizer step at which it saved and left because a signal said so; else None.
         queue_reason: why the scheduler does not start a pending job, in its words.
         nodes: that it runs or ran on, where the scheduler says.
+        lost: those of them that were down once it had ended for a node's sake.
         source: who told the state ("process", "squeue", "scontrol", "sacct").
     """
 
@@ -97,6 +98,7 @@ class JobView:
     left: int | None = None
     queue_reason: str = ""
     nodes: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
     source: str = ""
 
 

@@ -97,7 +97,8 @@ class ClusterProfile(BaseModel):
         (),
         title="Container",
         description="Words that stand before a job's command, like apptainer exec --nv --bind {mounts} IMAGE. "
-        "{command}: where the command goes (else at the end). {mounts}: what `mounts` names, the storage root and this code.",
+        "{command}: where the command goes (else at the end). {mounts}: what `mounts` names, "
+        "the storage root, this code, and `scratch` up to its first variable.",
     )
     mounts: tuple[str, ...] = Field((), title="Mounts", description="Paths that the container must see besides.")
     setup: tuple[str, ...] = Field(

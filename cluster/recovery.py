@@ -92,6 +92,12 @@ def excluded(faults: Sequence[Fault], now: float, window_s: float) -> tuple[str,
     return tuple(sorted(node for node, times in blamed.items() if times >= 2))
 
 
+def among(hosts: Sequence[str], nodes: Sequence[str]) -> tuple[str, ...]:
+    """Those of a job's `nodes` (the scheduler's names) that `hosts` (the machines' own, perhaps with a domain) name."""
+    short = {host.partition(".")[0].lower() for host in hosts if host}
+    return tuple(node for node in nodes if node.partition(".")[0].lower() in short)
+
+
 def released(faults: Sequence[Fault], role: str) -> bool:
     """Whether the newest that happened to `role` is that its idle nodes were given back."""
     return next((fault.kind == RELEASED for fault in reversed(faults) if fault.role == role), False)

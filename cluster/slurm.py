@@ -149,13 +149,20 @@ def in_container(profile: ClusterProfile, storage: Path, words: Sequence[str]) -
     """A shell command that runs `words` in the profile's container, where it has one; `storage` is mounted there."""
     if not profile.container:
         return shlex.join(words)
-    mounts = ",".join([*profile.mounts, str(storage), str(ROOT)])
+    mounts = ",".join(dict.fromkeys([*profile.mounts, *_scratch_mount(profile.scratch), str(storage), str(ROOT)]))
     container = list(profile.container)
     if "{command}" not in container:
         container.append("{command}")
     at = container.index("{command}")
     container[at : at + 1] = words
     return shlex.join(word.replace("{mounts}", mounts) for word in container)
+
+
+def _scratch_mount(scratch: str | None) -> list[str]:
+    """The folder of `scratch` that each node has: what stands before the first variable, which only the node knows."""
+    fixed = (scratch or "").partition("$")[0]
+    folder = fixed if fixed == scratch else fixed.rpartition("/")[0]
+    return [folder.rstrip("/")] if folder.strip("/") else []
 
 
 def step_script(

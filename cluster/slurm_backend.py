@@ -22,6 +22,7 @@ from cluster.jobs import (
 )
 from cluster.node import environment_file
 from cluster.profile import ClusterError, ClusterProfile
+from cluster.refusals import refusals
 from cluster.slurm import (
     EntryExecutor,
     exported,
@@ -32,7 +33,16 @@ from cluster.slurm import (
     sbatch_parameters,
     sbatch_text,
 )
-from cluster.slurm_states import SACCT_FORMAT, SlurmJob, parse_sacct, parse_scontrol, state_of, view_of
+from cluster.slurm_states import (
+    SACCT_FORMAT,
+    SlurmJob,
+    no_such_job,
+    parse_down,
+    parse_sacct,
+    parse_scontrol,
+    state_of,
+    view_of,
+)
 from cluster.squeue import Queue, Snapshot
 from slipstream.run_config import RecoverySection, RunConfig
 from slipstream.run_folder import RunFolder, read_object, write_json
@@ -74,6 +84,8 @@ class SlurmBackend:
                 'where SLURM\'s clients are, or use cluster.profile = "local"'
             )
         self.check_values(config)
+        if found := refusals(self.profile, config):
+            raise ClusterError(f"cluster.profile = {config.cluster.profile!r}: {'; '.join(found)}")
 
     def check_values(self, config: RunConfig) -> None:
         """The part of `check` that needs no SLURM."""
@@ -148,10 +160,23 @@ class SlurmBackend:
             else:
                 view = self._ended.get(job.incarnation) or self._unlisted(job, snapshot)
             if view.state.ended:
+                known = self._ended.get(job.incarnation)
+                view = self._with_lost(view) if known is None else replace(view, lost=known.lost)
                 self._ended[job.incarnation] = view
                 view = with_exit_record(view, exit_record(run, job))
             views[job.incarnation] = view
         return views
+
+    def _with_lost(self, view: JobView) -> JobView:
+        """Asked once, when a job of several nodes has just ended for a node's sake; no answer blames nobody."""
+        if view.state not in (JobState.NODE_FAIL, JobState.BOOT_FAIL) or len(view.nodes) < 2:
+            return view
+        argv = ["sinfo", "-h", "-N", "-n", ",".join(view.nodes), "-o", "%N|%T"]
+        try:
+            down = parse_down(call(argv, self.profile.client_timeout))
+        except ClusterError:
+            return view
+        return replace(view, lost=tuple(node for node in view.nodes if node in down))
 
     def _unlisted(self, job: JobRecord, snapshot: Snapshot) -> JobView:
         """A job that squeue did not list: too new, too old, or lost. Asked once for each snapshot."""
@@ -164,12 +189,13 @@ class SlurmBackend:
         return asked[1]
 
     def _ask(self, job: JobRecord) -> JobView:
+        unclear = ""
         try:
             text = call(["scontrol", "show", "job", "-o", job.job_id], self.profile.client_timeout)
         except ClusterAway as error:
             return JobView(JobState.UNKNOWN, reason=str(error), source="scontrol")
-        except ClusterError:
-            text = ""  # it answers that there is no such job
+        except ClusterError as error:
+            text, unclear = "", "" if no_such_job(str(error)) else str(error)
         found = next((one for one in parse_scontrol(text) if one.job_id == job.job_id and _is(one, job)), None)
         if found is not None:
             return view_of(found, "scontrol")
@@ -177,6 +203,8 @@ class SlurmBackend:
         found = next((one for one in accounted if one.job_id == job.job_id and one.name == _name(job)), None)
         if found is not None and state_of(found.state).ended:
             return view_of(found, "sacct")
+        if unclear:
+            return JobView(JobState.UNKNOWN, reason=unclear, source="scontrol")
         if time.time() < job.submitted + LATE_S:
             return JobView(JobState.PENDING, source="sbatch")
         return JobView(JobState.GONE, reason="SLURM does not know the job any more", source="scontrol")

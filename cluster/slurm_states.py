@@ -124,6 +124,11 @@ def parse_scontrol(text: str) -> list[SlurmJob]:
     return found
 
 
+def no_such_job(words: str) -> bool:
+    """Whether scontrol's error says that the controller does not know the job; any other says nothing of it."""
+    return bool(re.search(r"invalid job ?id|\bjob \S+ not found|no jobs in the system", words, re.IGNORECASE))
+
+
 def parse_sacct(text: str) -> list[SlurmJob]:
     """Lines of `sacct -nP -o SACCT_FORMAT`; of a job with several (`-D`) the last, which is the newest."""
     found: dict[str, SlurmJob] = {}
@@ -134,6 +139,20 @@ def parse_sacct(text: str) -> list[SlurmJob]:
             nodes = "" if nodes in NO_REASON | {"None assigned"} else nodes
             found[job_id] = SlurmJob(job_id, state, "", nodes, name, comment)
     return list(found.values())
+
+
+def parse_down(text: str) -> frozenset[str]:
+    """Nodes that are down, failed or do not answer, of lines of `sinfo -h -N -o "%N|%T"`."""
+    rows = (line.strip().partition("|") for line in text.splitlines())
+    return frozenset(name for name, _, state in rows if re.match(r"down|fail|error|.*\*", state.lower()))
+
+
+def all_usable(text: str) -> bool:
+    """Whether all nodes of lines of `sinfo -h -N -o "%N|%T"` may take a job now or once another job has ended."""
+    states = [line.strip().partition("|")[2].lower() for line in text.splitlines() if line.strip()]
+    return bool(states) and not any(
+        re.search(r"down|drain|fail|err|maint|boot|unk|inval|\*", state) for state in states
+    )
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:

@@ -11,6 +11,9 @@ FORBID = ConfigDict(extra="forbid", validate_assignment=True, protected_namespac
 # Numbers end up in 32-bit fields of libraries, and seconds in their 32-bit milliseconds.
 LARGEST = 2**31 - 1
 MOST_SECONDS = 2_000_000.0
+# the libraries' own time-outs come later than the run's deadlines: those name the phase, and end all ranks together
+LIBRARY_MARGIN_S = 600.0
+MOST_DEADLINE = MOST_SECONDS - LIBRARY_MARGIN_S
 
 
 class Section(BaseModel):

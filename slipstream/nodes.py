@@ -76,6 +76,16 @@ class Place:
         return run.logs / f"{role}-{attempt}-n{self.node}.log"
 
 
+# how a reason blames a machine: `node HOST: …`, and `node NUMBER (HOST) ended: …`
+_BLAME = re.compile(r"node (?:\d+ \((?P<ended>[^\s()]+)\) ended|(?P<host>[^\s:()]+)): ")
+
+
+def blamed(reason: str) -> str:
+    """The host that a reason blames; '' where it blames none."""
+    match = _BLAME.match(reason)
+    return (match["ended"] or match["host"]) if match else ""
+
+
 def node_role(role: str, node: int) -> str:
     return role if node == 0 else f"{role}.{node}"
 

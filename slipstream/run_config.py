@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from slipstream.config_rules import Impossible
-from slipstream.config_section import MOST_SECONDS, Section
+from slipstream.config_section import MOST_DEADLINE, MOST_SECONDS, Section
 from slipstream.trainer_section import TrainerSection
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
@@ -197,25 +197,26 @@ class LearnerSection(Section):
         1800.0,
         title="Start-up timeout",
         gt=0,
-        le=MOST_SECONDS,
-        description="Seconds until the first optimizer step must have begun.",
+        le=MOST_DEADLINE,
+        description="Seconds from a ready server until the learner's first optimizer step must have begun; an evaluation "
+        "before it does not count.",
     )
     step_timeout: float = Field(
         3600.0,
         title="Step timeout",
         gt=0,
-        le=MOST_SECONDS,
+        le=MOST_DEADLINE,
         description="Seconds without any progress until the run counts as stuck.",
     )
     sync_timeout: float = Field(
         1800.0,
         title="Delivery timeout",
         gt=0,
-        le=MOST_SECONDS,
+        le=MOST_DEADLINE,
         description="Seconds that one delivery of weights may take; waiting for a server that is restarted does not count.",
     )
     save_timeout: float = Field(
-        1800.0, title="Checkpoint timeout", gt=0, le=MOST_SECONDS, description="Seconds that one checkpoint may take."
+        1800.0, title="Checkpoint timeout", gt=0, le=MOST_DEADLINE, description="Seconds that one checkpoint may take."
     )
 
     @model_validator(mode="after")
@@ -284,8 +285,8 @@ class RecoverySection(Section):
         title="Idle GPUs",
         gt=0,
         le=MOST_SECONDS / 60,
-        description="Minutes that a server may wait for a learner in the cluster's queue, or a learner for a server, "
-        "before its nodes are given back.",
+        description="Minutes that a server may wait for a learner that is queued, held or suspended, or a learner for "
+        "such a server, before its nodes are given back.",
     )
     exclude_minutes: float = Field(
         120.0,

@@ -107,7 +107,8 @@ class TrainerSection(Section):
         title="Server timeout",
         gt=0,
         le=MOST_SECONDS,
-        description="Seconds for one call to the server, start-up included, and most seconds without any server in a run.",
+        description="Seconds for one call to the server, start-up included, and most seconds without any server in a run; "
+        "there at least ten minutes more than learner.sync_timeout, so that the run's own deadline comes first.",
     )
 
     # --- loss

@@ -4,16 +4,15 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.decide import ROLES, Beat, Observation, Policy
+from cluster.backend import roles_of
+from cluster.decide import Beat, Observation, Policy
 from cluster.jobs import JobRecord, JobState, JobView
 from cluster.queue import hopeless
-from slipstream.process import STARTING, last_lines
+from slipstream.process import last_lines
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import DamagedFile, RunFolder, read_object
 from tasks.records import assignment, read_faults, run_step
 
-# Phases in which the learner loads; in any other it has begun to work.
-LOADING = STARTING | {"delivering weights"}
 OVER = frozenset({"ended", "finished", "left"})
 
 
@@ -60,13 +59,6 @@ def cancel_request(run: RunFolder) -> str:
     return f"{value.get('who', 'somebody')}: {value.get('why', 'no reason given')}" if value else ""
 
 
-def roles_of(config: RunConfig) -> tuple[str, ...]:
-    """The jobs of a run."""
-    if config.server.url:
-        return ("learner",)
-    return ("allocation",) if config.cluster.shape == "one_allocation" else ROLES
-
-
 def policy_of(config: RunConfig) -> Policy:
     recovery = config.recovery
     return Policy(
@@ -91,7 +83,7 @@ def read_beat(value: Mapping[str, Any]) -> Beat:
     return Beat(
         counter=int(value.get("counter") or 0),
         work=(float(value.get("progress") or 0), float(step)),
-        training=step > 0 or (bool(phase) and phase not in LOADING),
+        training=bool(value.get("begun")) or phase == "training",
         phase=phase,
         step=step,
         host=str(value.get("host") or ""),

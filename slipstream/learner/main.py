@@ -4,7 +4,6 @@ torchrun … -m slipstream.learner.main RUN_DIR --attempt N
 """
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 from slipstream.learner.failure import constructing, record_failure
 from slipstream.learner.leader import read_config
 from slipstream.learner.leave import left_reason
+from slipstream.learner.timeouts import collective_timeout, transport_timeout
 from slipstream.process import Heartbeat, die_with_parent, job_incarnation
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
@@ -23,16 +23,6 @@ from slipstream.trainer_section import TrainerSection
 
 # fields of the trainer section that AsyncGRPOConfig does not take under the same name
 _OWN = {"bf16", "eval_steps"}
-
-# the libraries' own time-outs come later than the run's: those name the phase, and end all ranks together
-LIBRARY_MARGIN_S = 600.0
-
-
-def collective_timeout(config: RunConfig) -> int:
-    """Seconds that a collective of the ranks may take: longer than any deadline of the run's own."""
-    section = config.learner
-    deadlines = section.startup_timeout, section.step_timeout, section.sync_timeout, section.save_timeout
-    return math.ceil(max(deadlines) + LIBRARY_MARGIN_S)
 
 
 def wait_for_endpoint(run: RunFolder, attempt: int, timeout_s: float) -> dict[str, Any]:
@@ -72,6 +62,7 @@ def trainer_arguments(
         disable_tqdm=True,
         dataloader_pin_memory=False,
         vllm_server_base_url=endpoint["url"],
+        vllm_server_timeout=transport_timeout(config),
         vllm_server_token_file=str(run.token_file) if endpoint.get("authenticated") else None,
     )
     if section.report_to:

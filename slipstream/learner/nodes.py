@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.learner.failure import Failure, first_failure
+from slipstream.learner.timeouts import meeting_timeout
 from slipstream.nodes import NodeError, Peers, Place, network_environment, node_role
 from slipstream.process import Heartbeat, how_ended
 from slipstream.run_config import RunConfig
@@ -97,7 +98,7 @@ def torchrun_arguments(config: RunConfig, run: RunFolder, place: Place) -> list[
         f"--nnodes={place.nodes}",
         f"--rdzv-endpoint={f'[{host}]' if ':' in host else host}:0",
         f"--rdzv-id={run.run_id}",
-        f"--rdzv-conf=node={place.node},timeout={max(1, int(config.learner.startup_timeout))}",
+        f"--rdzv-conf=node={place.node},timeout={meeting_timeout(config)}",
     ]
 
 

@@ -33,8 +33,9 @@ class Reporter:
             self._records.mkdir(parents=True, exist_ok=True)
 
     def phase(self, name: str, **values: Any) -> None:
-        """Say what the learner does now. Counts as progress."""
-        self.advance(phase=name, **values)
+        """Say what the learner does now. Counts as progress. From the first "training" on, its first step has begun."""
+        begun = {"begun": True} if name == "training" else {}
+        self.advance(phase=name, **begun, **values)
 
     def advance(self, **values: Any) -> None:
         """Work was done: the supervisor judges a run by this, not by signs of life."""

@@ -42,6 +42,7 @@ from slipstream.learner.router_loss import router_loss
 from slipstream.learner.saving import Saving, read_window
 from slipstream.learner.speed import SpeedMeter, device_peak, synchronize
 from slipstream.learner.sync import PolicySync
+from slipstream.learner.timeouts import HANDOVER_TIMEOUT_S
 from slipstream.learner.trackers import track
 from slipstream.learner.window_log import WindowLog
 from slipstream.metrics.verdict import Limits
@@ -50,7 +51,8 @@ from slipstream.rollout.loop import AsyncRolloutLoop
 from slipstream.rollout.main_module import stop_here_in_rollout_process
 from slipstream.rollout.scoring import unique_names
 
-WAIT_FOR_ROLLOUTS = timedelta(days=7)  # rank 0 watches the rollout process; the other ranks only wait for rank 0
+# rank 0 watches the rollout process; the other ranks only wait for rank 0
+WAIT_FOR_ROLLOUTS = timedelta(seconds=HANDOVER_TIMEOUT_S)
 
 
 class AsyncGRPOTrainer(WindowLog, Saving, Leaving, Delivering, Trainer):

@@ -54,7 +54,10 @@ class RankZero:
     def say(self, phase: str, *, work: bool = True) -> None:
         self.progress += work
         step = self.book.step if hasattr(self, "book") else 0
-        self.beat.update(phase=phase, step=step, progress=self.progress, max_steps=self.config.trainer.max_steps)
+        begun = {"begun": True} if phase == "training" else {}
+        self.beat.update(
+            **begun, phase=phase, step=step, progress=self.progress, max_steps=self.config.trainer.max_steps
+        )
 
     def check_leave(self) -> None:
         """Raises Left, after all ranks have saved the same step, where the leader says that the time is up."""

@@ -1,10 +1,12 @@
 """The SLURM backend against a real SLURM, as an unprivileged user on the login machine."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -70,6 +72,14 @@ def backend(bed: Bed, request: pytest.FixtureRequest) -> Iterator[Backend]:
     bed.command("sh", "-c", "scontrol ping >/dev/null && scancel --user bed1 || true")
 
 
+@pytest.fixture
+def tiny(bed: Bed) -> Iterator[None]:
+    """A partition that gives a job one node and ten minutes."""
+    bed.command("scontrol", "create", "PartitionName=tiny", "MaxNodes=1", "MaxTime=10", "Nodes=ALL")
+    yield
+    bed.command("scontrol", "delete", "PartitionName=tiny")
+
+
 def test_a_job_is_submitted_seen_and_cancelled(bed: Bed, backend: Backend) -> None:
     record = backend.submit()
     assert backend.records() == [record]
@@ -112,10 +122,60 @@ def test_waiting_held_and_cancelled_by_a_person(bed: Bed, backend: Backend) -> N
 
 
 def test_a_refusal_has_slurms_words_and_leaves_no_open_intent(backend: Backend) -> None:
-    answer = backend.submit(profile={"partition": "nowhere"})
+    answer = backend.submit(profile={"partition": "nowhere"}, unchecked=True)
     assert answer["error"] == "ClusterError"
     assert "invalid partition" in answer["words"]
     assert [path.name for path in (backend.run / "intents").iterdir()] == ["1-server-aa11.void"]
+
+
+@pytest.mark.parametrize(
+    ("profile", "learner", "words"),
+    [
+        ({}, {"nodes": 2}, ["the learner needs 2 nodes", "tiny gives a job 1", "learner's nodes"]),
+        ({"time_limit": 30}, {}, ["time_limit = 30 min, but tiny allows 10", "lower `time_limit`"]),
+        ({}, {"gpus": 9, "processes_per_node": 9}, ["the learner needs 1 node with 9 GPUs"]),
+        ({"cpus_per_task": 900}, {}, ["refuse the server's job", "not available", "`cpus_per_task`"]),
+        ({"constraint": "h100"}, {}, ["Invalid feature", "change `constraint` ('h100')"]),
+        ({"partition": "nowhere"}, {}, ["invalid partition", "change `partition` ('nowhere')"]),
+        ({"reservation": "none"}, {}, ["reservation", "change `reservation` ('none')"]),
+    ],
+)
+def test_what_slurm_would_refuse_or_keep_waiting_for_ever(
+    tiny: None, backend: Backend, profile: dict[str, Any], learner: dict[str, Any], words: list[str]
+) -> None:
+    profile = {"partition": "tiny", "time_limit": 10, **profile}
+    found = backend("check", profile=profile, config={"learner": learner})
+    assert found["error"] == "ClusterError"
+    assert all(word in found["words"] for word in ["cluster.profile = ", *words]), found
+
+
+def test_what_cannot_start_now_is_not_refused(bed: Bed, tiny: None, backend: Backend) -> None:
+    profile = {"partition": "tiny", "time_limit": 10}
+    assert backend("check", profile=profile) == "possible"
+    for name in bed.description.node_names:
+        bed.drain(name)
+    assert backend("check", profile=profile) == "possible"
+    assert "nodes" in backend("check", profile=profile, config={"learner": {"nodes": 2}})["words"]
+
+
+def test_a_wrong_learner_leaves_no_server(bed: Bed, tiny: None, backend: Backend) -> None:
+    folder = bed.shared / f"refused-{time.time_ns() % 10**9}"
+    folder.mkdir()
+    os.chown(folder, bed.description.uid("bed1"), bed.description.uid("bed1"))
+    profile = folder / "profile.toml"
+    profile.write_text('executor = "slurm"\npartition = "tiny"\ntime_limit = 10\n')
+    profile.chmod(0o644)
+    values = [f"cluster.profile={profile}", f"storage.root={folder}/runs", "learner.nodes=2"]
+    options = [word for value in values for word in ("--set", value)]
+    command = [PYTHON, "-c", "from flows.cli.main import main; main()", "train", "examples/demo.toml", *options]
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    before = bed.command("squeue", "-h", "-t", "all", "-o", "%i")
+    process = bed.popen("login", command, user="bed1", cwd=str(ROOT), env=env, stdout=PIPE, stderr=PIPE)
+    output, errors = process.communicate(timeout=180)
+    assert process.returncode != 0
+    assert "the learner needs 2 nodes" in output + errors
+    assert set(bed.command("squeue", "-h", "-t", "all", "-o", "%i").split()) <= set(before.split())
+    assert not list(folder.glob("runs/*"))
 
 
 def test_a_controller_that_is_away_tells_nothing_and_ends_nothing(bed: Bed, backend: Backend) -> None:
@@ -189,8 +249,10 @@ def test_a_lost_node(bed: Bed, backend: Backend) -> None:
     hosts = {backend.facts(f"server-{rank}")["host"] for rank in (0, 1)}
     assert len(hosts) == 2
     assert not hosts & {"n1", "n2"}
-    bed.power_off(backend.facts("server-1")["host"])
-    assert backend.wait_state("node failed")["nodes"] == sorted(hosts)
+    lost = backend.facts("server-1")["host"]
+    bed.power_off(lost)
+    view = backend.wait_state("node failed")
+    assert (view["nodes"], view["lost"]) == (sorted(hosts), [lost])
     wait_until(lambda: no_process(bed), "the other node is free")
 
 

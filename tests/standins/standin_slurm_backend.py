@@ -54,10 +54,14 @@ def main(command: str, given: dict[str, Any]) -> Any:
 
             cluster.slurm_backend.record_job = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         config = config_of(given)
-        backend.check(config)
+        if not given.get("unchecked"):
+            backend.check(config)
         exclude = tuple(given.get("exclude", ()))
         request = JobRequest(given["role"], 1, given["incarnation"], config, Path.cwd(), "test", exclude)
         return asdict(backend.submit(run, request))
+    if command == "check":
+        backend.check(config_of(given))
+        return "possible"
     if command == "look":
         return {key: asdict(view) for key, view in backend.look(run, jobs_of(run)).items()}
     if command == "adopt":

@@ -325,6 +325,38 @@ def test_a_failed_node_check_blames_its_node() -> None:
     assert (found.kind, found.nodes) == (recovery.NOT_CHECKED, ("n3",))
 
 
+FOUR = ("n1", "n2", "n3", "n4")
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "lost", "kind", "blames"),
+    [
+        (JobState.FAILED, "node n2: 7 of 8 GPUs", (), recovery.NOT_CHECKED, ("n2",)),
+        (JobState.FAILED, "node N2.cluster.local: 7 of 8 GPUs", (), recovery.NOT_CHECKED, ("n2",)),
+        (JobState.FAILED, "node n2: the leader of node 1 died without a word", (), recovery.NOT_CHECKED, ("n2",)),
+        (JobState.FAILED, "node 1 (n2) ended: rank 3: CUDA error", (), recovery.NOT_CHECKED, ("n2",)),
+        (JobState.FAILED, "node 1 (n2) ended: x (here: gloo)", (), recovery.NOT_CHECKED, ("n2",)),
+        (JobState.NODE_FAIL, "node n2: the leader of node 1 died", ("n3",), recovery.NODE, ("n2",)),
+        (JobState.FAILED, "node n22: 7 of 8 GPUs", (), recovery.NOT_CHECKED, ()),  # no node of the job
+        (JobState.FAILED, "node 0 did not say where it is in 5 s: see x", (), recovery.DIED, ()),
+        (JobState.FAILED, "node number 1: rank 2 did not come", (), recovery.DIED, ()),
+        (JobState.FAILED, "rank 3: ValueError: node n2: x", (), recovery.DIED, ()),
+        (JobState.NODE_FAIL, "SLURM: NODE_FAIL", ("n3",), recovery.NODE, ("n3",)),
+        (JobState.NODE_FAIL, "SLURM: NODE_FAIL", (), recovery.NODE, ()),
+        (JobState.PREEMPTED, "node n2: the leader of node 1 died", (), recovery.PREEMPTED, ("n2",)),
+    ],
+)
+def test_of_several_nodes_only_the_one_at_fault_is_blamed(
+    state: JobState, reason: str, lost: tuple[str, ...], kind: str, blames: tuple[str, ...]
+) -> None:
+    ended = JobView(state, 1, reason, nodes=FOUR, lost=lost)
+    found = decide(seen(learner=ended), HEALING, State()).fault
+    assert found is not None
+    assert (found.kind, found.nodes) == (kind, blames)
+    again = recovery.excluded([found, found], found.time + 1, 60)
+    assert again == (blames if kind in recovery.BLAMES_THE_NODE else ())
+
+
 def test_the_whole_allocation_is_resubmitted() -> None:
     policy = replace(HEALING, roles=("allocation",))
     whole = replace(seen(None, None), jobs={"allocation": view(JobState.NODE_FAIL)})
@@ -383,28 +415,46 @@ def test_a_hopeless_reason_is_named_and_a_passing_one_is_not() -> None:
     assert after([at(0, hopeless), at(30, seen(learner=PENDING)), at(61, hopeless)], HEALING).ending is None
 
 
-def test_an_idle_server_is_given_back_and_comes_again_with_its_learner() -> None:
-    waiting = seen(learner=PENDING, beats={"server-0": Beat(1)})
+WAITS = [(JobState.PENDING, "queued"), (JobState.HELD, "held"), (JobState.SUSPENDED, "suspended")]
+
+
+@pytest.mark.parametrize(("state", "word"), WAITS)
+def test_an_idle_server_is_given_back_and_comes_again_with_its_learner(state: JobState, word: str) -> None:
+    held = JobView(state)
+    waiting = seen(learner=held, beats={"server-0": Beat(1)})
     looks = [at(t, replace(waiting, beats={"server-0": Beat(t)})) for t in range(0, 302, 10)]
     assert after(looks[:-1], HEALING).ending is None
     idle = after([*looks, at(302, waiting)], HEALING)
     assert idle.actions == (Action(Kind.STOP, "server"),)
+    assert f"for a learner that is {word}" in idle.reason
     assert idle.fault is not None
     assert idle.fault.kind == recovery.RELEASED
-    alone = seen(server=None, learner=PENDING, endpoint=False, faults=(idle.fault,))
+    alone = seen(server=None, learner=held, endpoint=False, faults=(idle.fault,))
     assert after([at(0, alone), at(900, alone)], HEALING).actions == (Action(Kind.WAIT),)
     there = seen(server=None, endpoint=False, beats={}, faults=(idle.fault,))
     assert after([at(0, there)], HEALING).actions == (Action(Kind.START, "server"),)
 
 
-def test_a_learner_that_waits_for_a_queued_server_saves_and_leaves() -> None:
+def test_a_job_that_is_queued_and_then_held_idles_the_other_all_the_time() -> None:
+    states = [JobState.PENDING, JobState.HELD, JobState.PENDING, JobState.HELD]
+    looks = [at(100 * i, seen(learner=JobView(state), beats={"server-0": Beat(i)})) for i, state in enumerate(states)]
+    assert after(looks, HEALING).fault is None
+    assert after([*looks, at(301, looks[-1])], HEALING).actions == (Action(Kind.STOP, "server"),)
+
+
+@pytest.mark.parametrize(("state", "word"), WAITS)
+def test_a_learner_that_waits_for_a_server_saves_and_leaves(state: JobState, word: str) -> None:
     waiting = seen(
-        server=PENDING, endpoint=False, beats={"learner": Beat(1, (1.0, 5.0), True, "waiting for the server")}
+        server=JobView(state), endpoint=False, beats={"learner": Beat(1, (1.0, 5.0), True, "waiting for the server")}
     )
     looks = [at(t, replace(waiting, beats={"learner": Beat(t, (1.0, 5.0), True, "waiting for the server")})) for t in
              range(0, 302, 10)]  # fmt: skip
-    assert after([*looks, at(302, waiting)], HEALING).actions == (Action(Kind.LEAVE, "learner"),)
-    gone = seen(server=PENDING, learner=None, endpoint=False, faults=(fault(kind=recovery.LEFT, step=5),), step=5)
+    found = after([*looks, at(302, waiting)], HEALING)
+    assert found.actions == (Action(Kind.LEAVE, "learner"),)
+    assert f"for a server that is {word}" in found.reason
+    gone = seen(
+        server=JobView(state), learner=None, endpoint=False, faults=(fault(kind=recovery.LEFT, step=5),), step=5
+    )
     assert after([at(0, gone), at(301, gone)], HEALING).actions == (Action(Kind.WAIT),)
 
 
@@ -427,20 +477,74 @@ def test_each_phase_has_its_deadline_though_everything_else_moves(phase: str, ke
     assert f"learner.{key}" in found.reason
 
 
+STARTS = ["loading the model", "probing the server", "delivering weights", "waiting for rollouts"]
+
+
+@pytest.mark.parametrize("phase", STARTS)
+def test_the_first_step_has_a_deadline_though_everything_else_moves(phase: str) -> None:
+    def look(t: int, training: bool = False, endpoint: bool = True) -> Observation:
+        moving = {"server-0": Beat(t, (float(t),)), "learner": Beat(t, (float(t), 3.0), training, phase, 3)}
+        return at(t, seen(beats=moving, endpoint=endpoint))
+
+    assert after([look(t) for t in range(0, 201, 10)], HEALING).fault is None
+    found = after([look(t) for t in range(0, 211, 10)], HEALING).fault
+    assert found is not None
+    assert (found.role, found.kind) == ("learner", recovery.HUNG)
+    assert "first step within learner.startup_timeout = 200 s" in found.reason
+    again = [*(look(t) for t in range(0, 101, 10)), look(110, endpoint=False)]
+    again += [look(t) for t in range(120, 321, 10)]
+    assert after(again, HEALING).fault is None  # it waited for another server
+    assert after([*again, look(330)], HEALING).fault is not None
+
+
+def test_the_first_steps_deadline_waits_for_a_server_that_is_suspended() -> None:
+    def look(t: int, server: JobState) -> Observation:
+        learner = Beat(t, (float(t), 0.0), False, "waiting for rollouts", 0)
+        return at(t, seen(server=JobView(server), beats={"learner": learner}))
+
+    looks = [look(t, JobState.SUSPENDED if t < 150 else JobState.RUNNING) for t in range(0, 341, 10)]
+    assert after(looks, HEALING).fault is None
+    assert after([*looks, look(350, JobState.RUNNING)], HEALING).fault is not None
+
+
+def test_after_the_first_step_has_begun_its_deadline_is_over() -> None:
+    def look(t: int) -> Observation:
+        learner = Beat(t, (float(t), 0.0), t >= 100, "training" if t == 100 else "waiting for rollouts", 0)
+        return at(t, seen(beats={"server-0": Beat(t), "learner": learner}))
+
+    assert after([look(t) for t in range(0, 1000, 10)], HEALING).fault is None
+
+
+def test_an_evaluation_before_the_first_step_only_has_to_go_on() -> None:
+    def look(t: int, work: float | None = None, phase: str = "evaluating") -> Observation:
+        learner = Beat(t, (float(t) if work is None else work, 0.0), False, phase, 0)
+        return at(t, seen(beats={"server-0": Beat(t), "learner": learner}))
+
+    going = [look(t, phase="delivering weights") for t in range(0, 150, 10)] + [look(t) for t in range(150, 1001, 10)]
+    assert after(going, HEALING).fault is None
+    assert after([*going, *(look(t, 1.0) for t in range(1010, 1061, 10))], HEALING).fault is None
+    stuck = after([*going, *(look(t, 1.0) for t in range(1010, 1071, 10))], HEALING).fault
+    assert stuck is not None
+    assert "learner.step_timeout = 50" in stuck.reason
+    first = [look(t, phase="waiting for rollouts") for t in range(1010, 1211, 10)]
+    assert after([*going, *first], HEALING).fault is None
+    assert after([*going, *first, look(1220, phase="waiting for rollouts")], HEALING).fault is not None
+
+
 def test_a_rank_that_stopped_is_named_with_its_node() -> None:
     def look(t: int) -> Observation:
-        frozen = Beat(3, (3.0, 3.0), True, "training", 3, "n2")
+        frozen = Beat(3, (3.0, 3.0), True, "training", 3, "n2.cluster.local")
         moving = {
             "server-0": Beat(t),
             "learner": Beat(t, (float(t), float(t)), True, "training", t),
             "learner-1": frozen,
         }
-        return at(t, seen(beats=moving))
+        return at(t, seen(learner=JobView(JobState.RUNNING, nodes=FOUR), beats=moving))
 
     found = after([look(t) for t in range(0, 200, 10)], HEALING).fault
     assert found is not None
     assert (found.role, found.nodes) == ("learner", ("n2",))
-    assert "rank 1 of the learner on n2 has not written a heartbeat" in found.reason
+    assert "rank 1 of the learner on n2.cluster.local has not written a heartbeat" in found.reason
 
 
 def test_what_is_known_of_a_dead_server_is_not_held_against_the_next() -> None:

@@ -23,6 +23,7 @@ from slipstream.node_check import (
     select,
     unhealthy,
 )
+from slipstream.nodes import blamed
 from slipstream.run_folder import RunFolder
 
 ZERO = "GPU-4f0a1f62-9d9c-8f4e-6b1c-000000000000"
@@ -199,6 +200,7 @@ def test_a_fault_blames_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NodeFault) as caught:
         check_node(0, 1)
     assert str(caught.value) == f"node {socket.gethostname()}: one; two"
+    assert blamed(str(caught.value)) == socket.gethostname()
 
 
 def test_the_runs_own_server_is_no_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +217,7 @@ def test_the_runs_own_server_is_no_stranger(tmp_path: Path, monkeypatch: pytest.
 )
 def test_ranks_that_did_not_come(present: dict[int, str], hosts: list[str], expected: str) -> None:
     found = absent(4, 2, present, hosts)
+    assert blamed(found) == ("n2" if hosts[1] else "")
     assert found.replace("of 4 ranks these did not come to the first all-reduce: ", "") == expected
 
 

@@ -14,6 +14,7 @@ from slipstream.nodes import (
     Peers,
     Place,
     allowed_ports,
+    blamed,
     free_port,
     interface_of,
     network_environment,
@@ -142,6 +143,7 @@ def test_a_failure_of_another_node_ends_this_one_at_once(others: Others) -> None
     code, reason = others.peers.verdict(1.0) or (0, "")
     assert code == 1
     assert reason == f"node 2 ({socket.gethostname()}) ended: out of luck"
+    assert blamed(reason) == socket.gethostname()
 
 
 def test_a_reason_that_blames_a_node_is_handed_on_as_it_is(others: Others) -> None:
@@ -178,6 +180,7 @@ def test_a_leader_without_a_sign_is_blamed(others: Others) -> None:
     code, reason = others.peers.verdict(begin + PEER_SILENT_S + 1) or (0, "")
     assert code == 1
     assert reason.startswith("node host2: the leader of node 2 gave no sign")
+    assert blamed(reason) == "host2"
 
 
 def test_after_a_pause_of_all_nodes_nobody_is_blamed(others: Others) -> None:

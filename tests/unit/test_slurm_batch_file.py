@@ -87,6 +87,24 @@ def test_the_command_stands_where_the_container_wants_it(tmp_path: Path) -> None
     assert command.endswith(f"-- /m,{tmp_path},{ROOT}")
 
 
+@pytest.mark.parametrize(
+    ("scratch", "mounts"),
+    [
+        (None, ["/m"]),
+        ("/scratch/$SLURM_JOB_ID", ["/m", "/scratch"]),
+        ("/local/tmp/${USER}/run-$SLURM_JOB_ID", ["/m", "/local/tmp"]),
+        ("/local/job-$SLURM_JOB_ID", ["/m", "/local"]),
+        ("/local/tmp/", ["/m", "/local/tmp"]),
+        ("/m/$SLURM_JOB_ID", ["/m"]),
+        ("/$SLURM_JOB_ID", ["/m"]),  # nothing of it is known before; `mounts` may name it
+    ],
+)
+def test_the_container_sees_the_scratch(tmp_path: Path, scratch: str | None, mounts: list[str]) -> None:
+    profile = ClusterProfile(executor="slurm", container=("c", "--bind={mounts}"), mounts=("/m",), scratch=scratch)
+    command = job_command(profile, RunFolder(tmp_path / "r"), "server", 1, "aa", FOUR)
+    assert command.split()[1] == f"--bind={','.join([*mounts, str(tmp_path), str(ROOT)])}"
+
+
 def test_the_submitters_variables_reach_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunFolder(tmp_path)
     monkeypatch.setattr(os, "environ", {"PYTHONPATH": "/own", "HF_HOME": "/login", "KEPT": "1"})

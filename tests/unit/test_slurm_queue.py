@@ -132,6 +132,23 @@ class Clients:
             "scontrol",
         ),
         ({"scontrol": ClusterAway("timed out")}, JobState.UNKNOWN, "scontrol"),
+        ({"scontrol": ClusterError("slurm_load_jobs error: Invalid job id specified")}, JobState.GONE, "scontrol"),
+        ({"scontrol": ClusterError("Job 7 not found")}, JobState.GONE, "scontrol"),
+        ({"scontrol": "No jobs in the system"}, JobState.GONE, "scontrol"),
+        ({"scontrol": ClusterError("Access/permission denied")}, JobState.UNKNOWN, "scontrol"),
+        ({"scontrol": ClusterError("Protocol authentication error")}, JobState.UNKNOWN, "scontrol"),
+        ({"scontrol": ClusterError("there is no `scontrol` on this machine")}, JobState.UNKNOWN, "scontrol"),
+        ({"scontrol": ClusterError("exit code 1")}, JobState.UNKNOWN, "scontrol"),
+        (
+            {"scontrol": ClusterError("exit code 1"), "sacct": "7|RUNNING|n1|slipstream-r-server|"},
+            JobState.UNKNOWN,
+            "scontrol",
+        ),
+        (
+            {"scontrol": ClusterError("exit code 1"), "sacct": "7|TIMEOUT|n1|slipstream-r-server|"},
+            JobState.TIMEOUT,
+            "sacct",
+        ),
         (
             {"sacct": "7|NODE_FAIL|n1|slipstream-r-server|\n7|PREEMPTED|n1|slipstream-r-server|"},
             JobState.PREEMPTED,
@@ -153,6 +170,27 @@ def test_a_job_that_squeue_does_not_list(
     calls = len(clients.calls)
     assert one.look(run, [record()])["aa"] == view
     assert len(clients.calls) == calls  # once for a snapshot
+
+
+@pytest.mark.parametrize(
+    ("state", "sinfo", "lost"),
+    [
+        ("NODE_FAIL", "n1|idle\nn2|idle\nn3|down*\nn4|mixed\n", ("n3",)),
+        ("NODE_FAIL", "n1|idle\nn2|idle*\nn3|down\nn3|down\nn4|failing\n", ("n2", "n3", "n4")),
+        ("NODE_FAIL", "n1|idle\nn2|idle\nn3|drained\nn4|idle\n", ()),
+        ("NODE_FAIL", ClusterAway("timed out"), ()),
+        ("FAILED", "n3|down*\n", ()),
+    ],
+)
+def test_which_node_a_job_was_lost_with(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, state: str, sinfo: str | Exception, lost: tuple[str, ...]
+) -> None:
+    clients = Clients(monkeypatch, sinfo=sinfo)
+    ask = Asked(replace(listed(state), nodes="n[1-4]"))
+    one = backend(ask, poll_s=0)
+    assert one.look(run, [record()])["aa"].lost == lost
+    assert one.look(run, [record()])["aa"].lost == lost
+    assert clients.calls == (["sinfo"] if state == "NODE_FAIL" else [])  # once
 
 
 def test_squeue_is_believed_before_sacct(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,29 @@
+"""Time-outs of the libraries and transports that the learner uses: longer than the run's own deadlines, and derived from them."""
+
+import math
+
+from slipstream.config_section import LIBRARY_MARGIN_S, MOST_SECONDS
+from slipstream.run_config import RunConfig
+
+# of the gloo group over which rank 0 hands steps out: the others wait there for as long as rollouts take
+HANDOVER_TIMEOUT_S = MOST_SECONDS
+
+
+def collective_timeout(config: RunConfig) -> int:
+    """Seconds that a collective of the ranks may take."""
+    section = config.learner
+    return _after(section.startup_timeout, section.step_timeout, section.sync_timeout, section.save_timeout)
+
+
+def transport_timeout(config: RunConfig) -> float:
+    """Seconds that a call to the server, or a phase of a delivery of weights, may take."""
+    return max(config.trainer.vllm_server_timeout, _after(config.learner.sync_timeout))
+
+
+def meeting_timeout(config: RunConfig) -> int:
+    """Seconds that torchrun's agents wait for each other."""
+    return _after(config.learner.startup_timeout)
+
+
+def _after(*deadlines: float) -> int:
+    return math.ceil(max(deadlines) + LIBRARY_MARGIN_S)
