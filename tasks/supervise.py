@@ -57,6 +57,12 @@ def supervise(run: RunFolder, on_observation: Watcher | None = None, poll_s: flo
         supervisor.sleep()
 
 
+def at_once(decision: Decision, before: Decision | None) -> bool:
+    """Whether the next look comes without a pause: after jobs were stopped or started, but not if that changed nothing."""
+    did = {action.kind for action in decision.actions} <= {Kind.STOP, Kind.START}
+    return did and (before is None or before.actions != decision.actions)
+
+
 class Supervisor:
     """One process that leads a run, for as long as it holds the lease."""
 
@@ -84,8 +90,10 @@ class Supervisor:
     def sleep(self) -> None:
         """Until the next look, with jitter, or until somebody asks the run to stop."""
         end = time.monotonic() + self._poll_s * random.uniform(0.9, 1.1)
-        while (left := end - time.monotonic()) > 0 and not cancel_request(self.run):
+        while (left := end - time.monotonic()) > 0:
             time.sleep(min(TICK_S, left))
+            if cancel_request(self.run):
+                return
 
     def lead(self, lease: Lease) -> Outcome | None:
         """Act until the run has ended, and say on storage how; None where another process has taken over."""
@@ -113,7 +121,7 @@ class Supervisor:
             self._beat = None
 
     def _lead(self, lease: Lease) -> Outcome | None:
-        state = State()
+        state, before = State(), None
         while lease.held():
             try:
                 seen = self._look()
@@ -133,8 +141,9 @@ class Supervisor:
                     return None
             except OSError as error:
                 self._storage_fails(decision, error)
-            if decision.actions[0].kind is Kind.WAIT:
+            if not at_once(decision, before):
                 self.sleep()
+            before = decision
         return None
 
     def _act(self, lease: Lease, decision: Decision) -> bool:
