@@ -13,6 +13,7 @@ from cluster.jobs import read_jobs
 from slipstream.run_folder import RunFolder
 from slurm.bed import Bed, BedError
 from slurm.bed.machines import inside
+from tasks.records import read_faults
 
 SHORT_S = 5.0
 AWAY_S = 15.0
@@ -146,6 +147,13 @@ class Acts:
             with contextlib.suppress(FileNotFoundError):
                 path.chmod(path.stat().st_mode & ~0o222)
         self._until_given_up()
+
+    def nodes_come_back(self, at: dict[str, Any], go: Path) -> None:
+        """Another user's jobs end once the run has given back what it held."""
+        end = time.monotonic() + LONG_S
+        while not read_faults(self.run) and time.monotonic() < end:
+            time.sleep(0.2)
+        self.bed.command("scancel", "--user", "bed2")
 
     def _until_given_up(self) -> None:
         """Until the supervisor has ended and left nothing behind; then the storage is mended."""
