@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.jobs import read_jobs
-from slipstream.run_folder import RunFolder
+from slipstream.run_folder import RunFolder, read_json
 from slurm.bed import Bed, BedError
 from slurm.bed.machines import inside
-from tasks.records import read_faults
 
 SHORT_S = 5.0
 AWAY_S = 15.0
@@ -149,9 +148,12 @@ class Acts:
         self._until_given_up()
 
     def nodes_come_back(self, at: dict[str, Any], go: Path) -> None:
-        """Another user's jobs end once the run has given back what it held."""
+        """Another user's jobs end once the run holds nothing, and waits for nodes of the one part before those of the other."""
         end = time.monotonic() + LONG_S
-        while not read_faults(self.run) and time.monotonic() < end:
+        while time.monotonic() < end:
+            beat = read_json(self.run.heartbeat_file("supervisor")) or {}
+            if "starts once the" in str(beat.get("phase")):
+                break
             time.sleep(0.2)
         self.bed.command("scancel", "--user", "bed2")
 

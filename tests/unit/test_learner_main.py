@@ -82,9 +82,7 @@ def test_the_other_ranks_wait_longer_than_rank_0_does(assignment: dict[str, obje
     run = RunFolder.create(tmp_path, "run-1")
     if assignment:
         write_json(run.assignment_file, assignment)
-    config = config_of(
-        learner=dict.fromkeys(("startup_timeout", "step_timeout", "sync_timeout", "save_timeout"), 60)
-    )
+    config = config_of(learner=dict.fromkeys(("startup_timeout", "step_timeout", "sync_timeout", "save_timeout"), 60))
     arguments = trainer_arguments(config, run, 1, ENDPOINT, has_gpu=False)
     assert arguments["vllm_server_timeout"] == 1000
     assert arguments["server_patience"] == server_patience_s(config, supervised=bool(assignment))
