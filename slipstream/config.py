@@ -123,6 +123,10 @@ class AsyncGRPOConfig(TrainingArguments):
     # where a run folder is
     run_dir: str | None = field(default=None, metadata={"help": "The run folder; None outside a run."})
     attempt: int = field(default=1, metadata={"help": "Attempt of the run, counted from 1."})
+    server_patience: float | None = field(
+        default=None,
+        metadata={"help": "Most seconds without any server in a run; None: as vllm_server_timeout."},
+    )
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [  # type: ignore[misc]
         *TrainingArguments._VALID_DICT_FIELDS,

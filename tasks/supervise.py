@@ -61,6 +61,12 @@ def supervise(run: RunFolder, on_observation: Watcher | None = None, poll_s: flo
         supervisor.sleep()
 
 
+def at_once(decision: Decision, before: Decision | None) -> bool:
+    """Whether the next look comes without a pause: after jobs were stopped or started, but not if that changed nothing."""
+    did = {action.kind for action in decision.actions} <= {Kind.STOP, Kind.START}
+    return did and (before is None or before.actions != decision.actions)
+
+
 class Supervisor:
     """One process that leads a run, for as long as it holds the lease."""
 
@@ -89,8 +95,10 @@ class Supervisor:
     def sleep(self) -> None:
         """Until the next look, with jitter, or until somebody asks the run to stop."""
         end = time.monotonic() + self._poll_s * random.uniform(0.9, 1.1)
-        while (left := end - time.monotonic()) > 0 and not self._asked_to_stop():
+        while (left := end - time.monotonic()) > 0:
             time.sleep(min(TICK_S, left))
+            if self._asked_to_stop():
+                return
 
     def _asked_to_stop(self) -> bool:
         """Storage that does not answer asks for nothing."""
@@ -136,7 +144,7 @@ class Supervisor:
         return True
 
     def _lead(self, lease: Lease) -> Outcome | None:
-        state = State()
+        state, before = State(), None
         while self._leads(lease):
             try:
                 seen = self._look()
@@ -157,8 +165,9 @@ class Supervisor:
                     return None
             except OSError as error:
                 self._storage_fails(decision, error)
-            if decision.actions[0].kind in (Kind.WAIT, Kind.LEAVE):
+            if not at_once(decision, before):
                 self.sleep()
+            before = decision
         return None
 
     def _act(self, lease: Lease, decision: Decision) -> bool:

@@ -1,7 +1,7 @@
 """Leaving: a job whose time is up saves and ends by itself. The leader's half, which hears signals, and the ranks'.
 
-The leader writes `RunFolder.leave_file`; rank 0 looks for it at each step and while it waits, and says it to the other
-ranks with what they are sent for each step, so that all of them save at the same one.
+The leader writes `RunFolder.leave_file`, or the supervisor does; rank 0 looks for it at each step and while it waits, and
+says it to the other ranks with what they are sent for each step, so that all of them save at the same one.
 """
 
 import contextlib
@@ -126,8 +126,8 @@ def left_reason(step: int, why: str) -> str:
 class Orders:
     """What signals and the run folder tell a leader: to go on, to let its ranks leave, or to stop at once.
 
-    USR2 lets them leave, and so does TERM (a preemption) unless a person has cancelled the run; a second TERM, INT and HUP
-    stop at once. A job that was replaced stops too.
+    USR2 lets them leave, so does TERM (a preemption) unless a person has cancelled the run, and so does the leave file that
+    the supervisor writes; a second TERM, INT and HUP stop at once. A job that was replaced stops too.
 
     Attributes:
         stop: why to stop at once; None: it is not to.
@@ -143,7 +143,8 @@ class Orders:
         self._heard: list[str] = []
         self._terms = 0
         self._leaving = ""
-        self._next_look = self._next_replaced = float("-inf")
+        self._now = self._next_look = self._next_replaced = float("-inf")
+        self._told = LeaveWatch(run, incarnation, lambda: self._now)
         self.stop: str | None = None
         self.left: int | None = None
         self.woken = threading.Event()
@@ -165,12 +166,15 @@ class Orders:
     def look(self, now: float) -> None:
         """Act on what was heard, and see what the run folder says. `now`: monotonic, in seconds."""
         self.woken.clear()
+        self._now = now
         while self._heard and self.stop is None:
             self._obey(self._heard.pop(0))
         if self.stop is None and now >= self._next_replaced:
             self._next_replaced = now + REPLACED_LOOK_S
             if self._run.replaced(self._role, self._incarnation):
                 self.stop = REPLACED
+        if self.stop is None and not self._leaving:
+            self._leaving = self._told.why
         if self.stop is None and self._leaving and now >= self._next_look:
             self._next_look = now + LOOK_S
             self._while_leaving()

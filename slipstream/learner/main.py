@@ -14,6 +14,7 @@ from typing import Any
 from slipstream.learner.failure import constructing, record_failure
 from slipstream.learner.leader import read_config
 from slipstream.learner.leave import left_reason
+from slipstream.learner.patience import server_patience_s
 from slipstream.learner.timeouts import collective_timeout, transport_timeout
 from slipstream.process import Heartbeat, die_with_parent, job_incarnation
 from slipstream.run_config import RunConfig
@@ -24,15 +25,22 @@ from slipstream.trainer_section import TrainerSection
 # fields of the trainer section that AsyncGRPOConfig does not take under the same name
 _OWN = {"bf16", "eval_steps"}
 
+ENDPOINT_LOOK_S = 0.2
+
 
 def wait_for_endpoint(run: RunFolder, attempt: int, timeout_s: float) -> dict[str, Any]:
-    """The endpoint of the server that counts for this attempt, once it is published. Raises TimeoutError."""
+    """The endpoint of the server that counts for this attempt, once it is published.
+
+    Where a supervisor leads there is no limit: it has the deadlines, and the leader hears it when it gives the nodes back.
+    Raises TimeoutError.
+    """
+    supervised = bool(run.assignment())
     end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
+    while supervised or time.monotonic() < end or run.assignment():
         endpoint = run.endpoint(attempt)
         if endpoint is not None:
             return endpoint
-        time.sleep(0.2)
+        time.sleep(ENDPOINT_LOOK_S)
     raise TimeoutError(f"no server for attempt {attempt} within {timeout_s:g} s: see {run.log_file('server', attempt)}")
 
 
@@ -41,6 +49,7 @@ def trainer_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of `AsyncGRPOConfig` for one attempt of a run."""
     section = config.trainer
+    patience_s = server_patience_s(config, supervised=bool(run.assignment()))
     arguments: dict[str, Any] = {
         name: getattr(section, name) for name in TrainerSection.model_fields if name not in _OWN
     }
@@ -51,7 +60,7 @@ def trainer_arguments(
         bf16=(has_gpu and not section.fp16) if section.bf16 is None else section.bf16,
         use_cpu=not has_gpu,
         ddp_backend="nccl" if has_gpu else "gloo",
-        ddp_timeout=collective_timeout(config),
+        ddp_timeout=collective_timeout(config, patience_s),
         dtype=config.model.dtype,
         trust_remote_code=config.model.trust_remote_code,
         model_init_kwargs={"revision": config.model.revision} if config.model.revision else None,
@@ -63,6 +72,7 @@ def trainer_arguments(
         dataloader_pin_memory=False,
         vllm_server_base_url=endpoint["url"],
         vllm_server_timeout=transport_timeout(config),
+        server_patience=patience_s,
         vllm_server_token_file=str(run.token_file) if endpoint.get("authenticated") else None,
     )
     if section.report_to:

@@ -24,7 +24,7 @@ ANSWER_S = 10.0  # until a server that does not answer /health counts as gone
 
 
 class ServerGone(RuntimeError):
-    """No server that counts was there within `vllm_server_timeout`."""
+    """No server that counts was there for longer than the learner waits (`learner.patience`)."""
 
 
 class ServerNotUsable(RuntimeError):
@@ -71,6 +71,7 @@ class ServerLink:
         self._reporter = reporter
         self._step = step
         self._timeout_s: float = config.vllm_server_timeout
+        self._patience_s: float = config.server_patience or self._timeout_s
         self._attached = False
         self.incarnation: str | None = None
         self.leaving: Callable[[], bool] = lambda: False
@@ -105,7 +106,7 @@ class ServerLink:
             self._lost_at = None
         elif self._lost_at is None:
             self._lost_at = time.monotonic()
-        elif time.monotonic() - self._lost_at > self._timeout_s:
+        elif time.monotonic() - self._lost_at > self._patience_s:
             raise self._gone("none has been named")
         return absent
 
@@ -139,7 +140,7 @@ class ServerLink:
         """Find the server that counts, wait until it answers, and probe it; False where the run is leaving.
 
         One that does not answer, or refuses the token, is waited over until another counts. Raises ServerGone after
-        `vllm_server_timeout` without one, ServerNotUsable; outside a run ServerError.
+        `server_patience` without one, ServerNotUsable; outside a run ServerError.
         """
         if self._run is None:
             return self._attach_to(self._config.vllm_server_base_url, None, self._timeout_s)
@@ -160,7 +161,7 @@ class ServerLink:
                 logger.warning("waiting for the server: %s", last)
             if self.leaving():
                 return False
-            if time.monotonic() - begun > self._timeout_s:
+            if time.monotonic() - begun > self._patience_s:
                 raise self._gone(last)
             time.sleep(LOOK_S)
 
@@ -216,8 +217,8 @@ class ServerLink:
 
     def _gone(self, last: str) -> ServerGone:
         return ServerGone(
-            f"no server of this run for {self._timeout_s:g} s (vllm_server_timeout): {last}; see the server's log, then "
-            "resume"
+            f"no server of this run for {self._patience_s:g} s (as long as trainer.vllm_server_timeout and the supervisor's "
+            f"deadlines ask for): {last}; see the server's log, then resume"
         )
 
     def close(self) -> None:

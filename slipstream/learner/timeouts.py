@@ -9,10 +9,14 @@ from slipstream.run_config import RunConfig
 HANDOVER_TIMEOUT_S = MOST_SECONDS
 
 
-def collective_timeout(config: RunConfig) -> int:
-    """Seconds that a collective of the ranks may take."""
+def collective_timeout(config: RunConfig, patience_s: float) -> int:
+    """Seconds that a collective of the ranks may take.
+
+    `patience_s`: for which rank 0 waits for a server that has gone, while the others wait for rank 0.
+    """
     section = config.learner
-    return _after(section.startup_timeout, section.step_timeout, section.sync_timeout, section.save_timeout)
+    deadlines = section.startup_timeout, section.step_timeout, section.sync_timeout, section.save_timeout
+    return _after(*deadlines, patience_s)
 
 
 def transport_timeout(config: RunConfig) -> float:
@@ -26,4 +30,4 @@ def meeting_timeout(config: RunConfig) -> int:
 
 
 def _after(*deadlines: float) -> int:
-    return math.ceil(max(deadlines) + LIBRARY_MARGIN_S)
+    return min(math.ceil(max(deadlines) + LIBRARY_MARGIN_S), int(MOST_SECONDS))

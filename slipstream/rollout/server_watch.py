@@ -31,15 +31,16 @@ NOT_OURS = (401, 403)  # somebody else's server has got the address
 class FollowingClient(VLLMClient):
     """Waits where the server cannot be reached, and asks again: the same one, or the next one of the run.
 
-    A request fails as in `VLLMClient` where no server came within `timeout_s` seconds, and where the server says that it
+    A request fails as in `VLLMClient` where no server came within `patience_s` seconds, and where the server says that it
     is healthy but answers it with 5xx all the same.
 
     Args:
         run, setup: whose server.
     """
 
-    def __init__(self, *args: Any, run: RunFolder, setup: LoopSetup, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, run: RunFolder, setup: LoopSetup, patience_s: float, **kwargs: Any) -> None:
         super().__init__(*args, retry_delays_s=RETRY_DELAYS_S, **kwargs)
+        self._patience_s = patience_s
         self._run, self._run_id, self._attempt = run, setup.run_id, setup.attempt
         self._incarnation = setup.server_incarnation
         self._known = setup.server_incarnation is not None
@@ -109,9 +110,10 @@ class FollowingClient(VLLMClient):
             logger.warning("generating again, at %s", self._base_url)
             self._since, self._fresh = None, False
             self._ready.set()
-        elif self._since is not None and time.monotonic() - self._since > self._timeout_s:
+        elif self._since is not None and time.monotonic() - self._since > self._patience_s:
             self._give_up(
-                f"no server of the run for {self._timeout_s:g} s (vllm_server_timeout): {problem}; {self._why}"
+                f"no server of the run for {self._patience_s:g} s (as long as trainer.vllm_server_timeout and the "
+                f"supervisor's deadlines ask for): {problem}; {self._why}"
             )
 
     def _note(self, url: str, incarnation: str | None) -> None:
@@ -186,5 +188,6 @@ def make_client(
     }
     if not run_dir:
         return VLLMClient(config.vllm_server_base_url, model, sampling, **arguments)
-    run = RunFolder(Path(run_dir))
-    return FollowingClient(config.vllm_server_base_url, model, sampling, run=run, setup=setup, **arguments)
+    arguments |= {"run": RunFolder(Path(run_dir)), "setup": setup}
+    patience_s = getattr(config, "server_patience", None) or config.vllm_server_timeout
+    return FollowingClient(config.vllm_server_base_url, model, sampling, patience_s=patience_s, **arguments)

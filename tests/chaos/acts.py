@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.jobs import read_jobs
-from slipstream.run_folder import RunFolder
+from slipstream.run_folder import RunFolder, read_json
 from slurm.bed import Bed, BedError
 from slurm.bed.machines import inside
 
@@ -146,6 +146,16 @@ class Acts:
             with contextlib.suppress(FileNotFoundError):
                 path.chmod(path.stat().st_mode & ~0o222)
         self._until_given_up()
+
+    def nodes_come_back(self, at: dict[str, Any], go: Path) -> None:
+        """Another user's jobs end once the run holds nothing, and waits for nodes of the one part before those of the other."""
+        end = time.monotonic() + LONG_S
+        while time.monotonic() < end:
+            beat = read_json(self.run.heartbeat_file("supervisor")) or {}
+            if "starts once the" in str(beat.get("phase")):
+                break
+            time.sleep(0.2)
+        self.bed.command("scancel", "--user", "bed2")
 
     def _until_given_up(self) -> None:
         """Until the supervisor has ended and left nothing behind; then the storage is mended."""

@@ -37,9 +37,13 @@ def usable_endpoint(run: RunFolder, attempt: int) -> dict[str, Any] | None:
 
 
 def wait_for_endpoint(run: RunFolder, attempt: int, timeout_s: float, meanwhile: Callable[[], None]) -> dict[str, Any]:
-    """The endpoint to use, once there is one. `meanwhile` is called again and again; it may raise."""
+    """The endpoint to use, once there is one. `meanwhile` is called again and again; it may raise.
+
+    No limit where a supervisor leads.
+    """
+    supervised = bool(run.assignment())
     end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
+    while supervised or time.monotonic() < end or run.assignment():
         if endpoint := usable_endpoint(run, attempt):
             return endpoint
         meanwhile()

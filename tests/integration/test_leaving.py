@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -119,6 +120,32 @@ def leave(run: RunFolder, leader: subprocess.Popen[bytes]) -> dict[str, Any]:
     wait_for(lambda: all_gone(family), "the end of every process of the learner", 30)
     assert read_json(run.path / "result.json") is None
     return exit_record(run)
+
+
+def test_it_leaves_though_no_server_has_ever_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor writes nothing but the file, and the ranks wait for an address."""
+    (tmp_path / "token").write_text("none")
+    nowhere = SimpleNamespace(base_url="http://127.0.0.1:1", token_file=tmp_path / "token", model="no-model")
+    data = write_prompts(tmp_path / "train.jsonl", 8)
+    run = learner_run(tmp_path / "runs", "alone", nowhere, data)  # type: ignore[arg-type]
+    run.endpoint_file().unlink()
+    write_json(run.assignment_file, {"attempt": 1, "server": "queued", "learner": "abcd"})
+    monkeypatch.setenv(INCARNATION_ENV, "abcd")
+
+    def waits() -> bool:
+        assert leader.poll() is None, run.log_file("learner", 1).read_text()[-4000:]
+        return (read_json(run.heartbeat_file("learner")) or {}).get("phase") == "waiting for the server"
+
+    with learner(run, 1) as leader:
+        wait_for(waits, "that it waits for a server", 120)
+        family = psutil.Process(leader.pid).children(recursive=True)
+        write_json(run.leave_file("abcd"), {"signal": "supervisor", "why": "the server is queued"})
+        wait_for(lambda: leader.poll() is not None, "the learner's leaving", 60)
+        wait_for(lambda: all_gone(family), "the end of every process of the learner", 30)
+    record = exit_record(run)
+    assert (leader.returncode, record["returncode"], record["left"], record["final"]) == (0, 0, 0, False)
+    assert record["reason"] == "left before the first step: supervisor"
+    assert read_json(run.path / "result.json") is None
 
 
 class Gate:

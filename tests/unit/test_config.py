@@ -31,6 +31,7 @@ BEYOND_THE_PAGE = {
     "reward_timeout",
     "run_dir",
     "attempt",
+    "server_patience",
 }
 
 

@@ -110,6 +110,30 @@ def test_a_learner_that_waits_for_its_server_again_has_something_to_save(run, or
     assert orders.stop is None
 
 
+def told_by_the_supervisor(run):
+    write_json(run.leave_file(INCARNATION), {"signal": "supervisor", "why": "its server is queued"})
+
+
+def test_what_the_supervisor_says_is_obeyed_without_a_signal(run, orders):
+    training(run, "waiting for the server", 4)
+    orders.look(0.0)
+    told_by_the_supervisor(run)
+    orders.look(LOOK_S / 2)
+    assert orders.stop is None, "the storage is asked once a second"
+    orders.look(LOOK_S)
+    assert (orders.stop, orders.left) == ("saved at step 4 and left: supervisor", 4)
+
+
+def test_what_the_supervisor_says_lets_ranks_that_train_save_first(run, orders):
+    training(run, "waiting for the server", 7)
+    told_by_the_supervisor(run)
+    orders.look(0.0)
+    assert (orders.stop, orders.left) == (None, None)
+    write_json(run.cancel_file, {"who": "me", "why": "enough"})
+    orders.look(LOOK_S)
+    assert (orders.stop, orders.left) == ("stopped by supervisor", None)
+
+
 def test_before_the_first_heartbeat(run, orders):
     orders.hear("SIGTERM")
     orders.look(0.0)

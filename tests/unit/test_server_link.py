@@ -42,13 +42,16 @@ def publish(run: RunFolder, url: str, incarnation: str, attempt: int = 1) -> Non
     write_json(run.endpoint_file(), {"url": url, "incarnation": incarnation, "attempt": attempt})
 
 
-def link_of(run: RunFolder | None, url: str = "http://127.0.0.1:1", timeout_s: float = 30.0) -> ServerLink:
+def link_of(
+    run: RunFolder | None, url: str = "http://127.0.0.1:1", timeout_s: float = 30.0, patience_s: float | None = None
+) -> ServerLink:
     config = SimpleNamespace(
         run_dir=None if run is None else str(run.path),
         attempt=1,
         vllm_server_base_url=url,
         vllm_server_token_file=None,
         vllm_server_timeout=timeout_s,
+        server_patience=patience_s,
         device=None,
     )
     return ServerLink(config, "run", lambda found: [], Reporter(run, 1), lambda: 7)
@@ -117,10 +120,33 @@ def test_without_any_it_waits_no_longer_than_told(run: RunFolder, servers: Any) 
         while link.absent():
             pass
 
-    with pytest.raises(ServerGone, match=r"for 0.3 s \(vllm_server_timeout\)"):
+    with pytest.raises(ServerGone, match=r"for 0.3 s \(as long as"):
         wait()
     with pytest.raises(ServerGone, match="the run folder names none"):
         link.attach()
+
+
+def test_in_a_supervised_run_it_waits_for_longer_than_for_a_call(
+    run: RunFolder, servers: tuple[SteeringServer, SteeringServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = servers
+    now = [0.0]
+    monkeypatch.setattr(server_link.time, "monotonic", lambda: now[0])
+    publish(run, first.url, "one")
+    link = link_of(run, timeout_s=1800.0, patience_s=6000.0)
+    assert link.attach()
+    run.endpoint_file().unlink()
+    for now[0] in (10.0, 2000.0, 6005.0):
+        assert link.absent()
+    publish(run, second.url, "two")
+    assert link.attach()
+    run.endpoint_file().unlink()
+    now[0] += 10
+    link.delivered()
+    assert link.absent()
+    now[0] += 6001
+    with pytest.raises(ServerGone, match="for 6000 s"):
+        link.absent()
 
 
 def test_a_run_that_leaves_waits_no_longer(run: RunFolder) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from aiohttp import web
 from slipstream.rollout import server_watch
 from slipstream.rollout.client import GenerationError, SamplingSettings, ServerUnavailable
 from slipstream.rollout.loop import AsyncRolloutLoop
-from slipstream.rollout.server_watch import FollowingClient
+from slipstream.rollout.server_watch import FollowingClient, make_client
 from slipstream.rollout.setup import LoopSetup
 from slipstream.run_folder import RunFolder, write_json
 from tests.generation_server import Answer, GenerationServer
@@ -66,7 +67,7 @@ class Ours(GenerationServer):
 
 @contextlib.asynccontextmanager
 async def client_of(
-    run: RunFolder, url: str, incarnation: str | None = "one", timeout_s: float = 60.0
+    run: RunFolder, url: str, incarnation: str | None = "one", patience_s: float = 60.0
 ) -> AsyncIterator[FollowingClient]:
     setup = LoopSetup("run", 1, "m", True, 64, server_incarnation=incarnation)
     client = FollowingClient(
@@ -75,7 +76,8 @@ async def client_of(
         SETTINGS,
         run=run,
         setup=setup,
-        timeout_s=timeout_s,
+        timeout_s=60.0,
+        patience_s=patience_s,
     )
     await client.open()
     following = asyncio.create_task(client.follow())
@@ -161,10 +163,8 @@ async def test_what_the_server_aborted_is_generated_again(run: RunFolder) -> Non
 
 @asynchronous
 async def test_no_server_is_not_waited_for_for_ever(run: RunFolder) -> None:
-    async with client_of(run, "http://127.0.0.1:1", timeout_s=0.2) as client:
-        with pytest.raises(
-            ServerUnavailable, match=r"no server of the run for 0.2 s \(vllm_server_timeout\).*run's server"
-        ):
+    async with client_of(run, "http://127.0.0.1:1", patience_s=0.2) as client:
+        with pytest.raises(ServerUnavailable, match=r"no server of the run for 0.2 s \(as long as.*run's server"):
             await ask(client)
         with pytest.raises(ServerUnavailable):
             await ask(client)
@@ -201,3 +201,15 @@ async def test_a_torn_delivery_is_waited_over(run: RunFolder) -> None:
         await until(lambda: server.asked >= 3)
         server.label, server.mode = OURS, "ok"
         assert await asked == [5, 6, 9]
+
+
+@asynchronous
+async def test_a_request_may_take_less_time_than_a_server_is_waited_for(run: RunFolder) -> None:
+    config = SimpleNamespace(
+        vllm_server_base_url="http://127.0.0.1:1", vllm_server_token_file=None, run_dir=str(run.path)
+    )
+    config.vllm_server_timeout = 0.2
+    for config.server_patience, seconds in ((None, 0.2), (7.0, 7.0)):
+        client = make_client(config, LoopSetup("run", 1, "m", True, 64), "m", SETTINGS, lambda: None)
+        assert isinstance(client, FollowingClient)
+        assert (client._timeout_s, client._patience_s) == (0.2, seconds)
