@@ -246,10 +246,11 @@ class FullRun:
         """How many leaders there have been."""
         return newest_term(self.run)
 
-    def left(self, seconds: float = GONE_S) -> list[str]:
-        """Jobs and processes that are still there after a while."""
+    def left(self, seconds: float = GONE_S, meanwhile: Callable[[], None] = lambda: None) -> list[str]:
+        """Jobs and processes that are still there after a while. `meanwhile` is called at every look."""
         end = time.monotonic() + seconds
         while True:
+            meanwhile()
             jobs = self.bed.command("squeue", "-h", "-u", USER, "-o", "%i %j %T").split("\n")
             there = [line for line in jobs if line]
             there += [f"{one.machine}: {one.command[:80]}" for one in self.bed.processes(USER)]

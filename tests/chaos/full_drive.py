@@ -12,13 +12,15 @@ from typing import Any
 from slipstream.learner.checkpoint import MARKER
 from slipstream.metrics.audit_records import audit_run
 from slurm.bed import Bed
+from tests.chaos.ending import Ending
 from tests.chaos.faults import SEPARATE, End
 from tests.chaos.full_acts import FullActs, wait_a_little
 from tests.chaos.full_plan import FullScenario, Strike
 from tests.chaos.results import Result
-from tests.full_stack import RUN_ID, FullRun, steps_of
+from tests.full_stack import RUN_ID, USER, FullRun, steps_of
 
 LEASE_S = 10.0
+POLL_S = 1.0
 PACE_S = 0.25
 PROMPTS = 240
 PATIENCE_S = 900.0
@@ -28,7 +30,7 @@ PAUSE_S = 6.0  # steps come every second or two: such a gap is a recovery
 SECTIONS: dict[str, dict[str, Any]] = {
     "server": {"stall_timeout": 20.0},
     "learner": {"step_timeout": 120.0, "sync_timeout": 60.0, "save_timeout": 60.0},
-    "recovery": {"heartbeat_timeout": 45.0, "lease": LEASE_S},
+    "recovery": {"heartbeat_timeout": 45.0, "lease": LEASE_S, "poll": POLL_S},
 }
 
 
@@ -43,7 +45,8 @@ class FullDriver:
         sections["cluster"] = {"shape": scenario.shape}
         self.full = FullRun(bed, name, prompts=PROMPTS, pace_s=PACE_S, profile=scenario.profile, **sections)
         self.supervisors: list[subprocess.Popen[str]] = []
-        self.acts = FullActs(self.full, self.supervisors, LEASE_S)
+        self.acts = FullActs(self.full, self.supervisors, LEASE_S, POLL_S)
+        self.ending = Ending(bed, self.acts.usual, USER)
         self.struck: dict[str, tuple[float, int]] = {}  # by fault: when, at which step
         self.missed: dict[str, str] = {}
         self._over = False
@@ -57,7 +60,8 @@ class FullDriver:
         try:
             if not self._until_ended(begun + PATIENCE_S):
                 problems.append(f"it did not end within {PATIENCE_S:.0f} s")
-            problems += [f"left: {what}" for what in self.full.left(GONE_S)]
+            problems += [f"left: {what}" for what in self.full.left(GONE_S, self.ending.look)]
+            problems += self.ending.problems()
         finally:
             self._over = True
             acting.join(120)
@@ -69,6 +73,7 @@ class FullDriver:
     def _until_ended(self, deadline: float) -> bool:
         """Start another supervisor where the last has died before the run's end, as a person or a service would."""
         while time.monotonic() < deadline:
+            self.ending.look()
             if all(process.poll() is not None for process in self.supervisors):
                 if self.full.outcome():
                     return True
@@ -138,6 +143,8 @@ class FullDriver:
             attempts=attempts,
             redone=redone,
             seconds=round(seconds, 1),
+            ended_after_s=self.ending.after_s,
+            load=round(self.ending.load, 1),
             recovery_s=self._recovery_times(),
         )
 

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.chaos.faults import BOTH, ONE, SEPARATE, End
+from tests.chaos.faults import BOTH, LEARNER, NOTHING, ONE, SEPARATE, SERVER, End
 
 TWO_FAULTS = 0.3
 STEPS = (3, 12)  # at which a fault may strike; a run has about three times as many
@@ -26,15 +26,12 @@ class FullFault:
     act: str
     at: str = "step"
     end: End = End.FINISHED
-    again: frozenset[str] | None = frozenset({"learner"})
+    again: frozenset[str] | None = LEARNER
     shapes: tuple[str, ...] = BOTH
     second: bool = True
     saves: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
 
-
-NOTHING: frozenset[str] = frozenset()
-SERVER = frozenset({"server"})
 
 FULL_FAULTS = (
     FullFault("server process killed", "kill_server", again=SERVER),
@@ -56,13 +53,13 @@ FULL_FAULTS = (
     FullFault("learner leader killed", "kill_learner_leader"),
     FullFault("server leader killed", "kill_server_leader", again=SERVER),
     FullFault("learner node drained, then a rank killed", "drain_and_kill"),
-    FullFault("short partition of the learner", "partition_short", again=None),
+    FullFault("short partition of the learner", "partition_short", again=NOTHING),
     FullFault("long partition of the learner", "partition_long", again=None),
     FullFault("supervisor stopped longer than its lease", "stop_supervisor", again=NOTHING),
     FullFault("controller away", "controller_away", again=NOTHING),
     FullFault("slurmd restarted", "restart_slurmd", again=NOTHING),
-    FullFault("cancelled by a person", "cancel", end=End.CANCELLED, again=None),
-    FullFault("job cancelled by a person", "scancel", end=End.CANCELLED, again=None),
+    FullFault("cancelled by a person", "cancel", end=End.CANCELLED, again=NOTHING),
+    FullFault("job cancelled by a person", "scancel", end=End.CANCELLED, again=NOTHING),
 )
 
 

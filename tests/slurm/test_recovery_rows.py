@@ -35,6 +35,7 @@ ROWS = [
     ("killed during a save", SEPARATE),
     ("checkpoint truncated", SEPARATE),
     ("storage full", SEPARATE),
+    ("over quota", SEPARATE),
     ("storage runs full", None),
     ("storage refuses writes", None),
     ("cancelled by a person", SEPARATE),
