@@ -1,0 +1,37 @@
+"""A run on storage that takes no writes is refused on the login machine, before anything is allocated."""
+
+import pytest
+
+from slurm.bed import Bed
+from tests.full_stack import USER, FullRun
+
+pytestmark = [pytest.mark.slurm, pytest.mark.integration]
+
+
+def submitted(bed: Bed) -> str:
+    """The next number that the controller gives a job: it grows with every submission."""
+    words = bed.command("scontrol", "show", "config").split()
+    return words[words.index("NEXT_JOB_ID") + 2]
+
+
+def test_a_run_on_read_only_storage_is_refused_by_name(bed: Bed) -> None:
+    root = bed.readonly / "runs"
+    run = FullRun(bed, "read-only", prompts=8, storage={"root": str(root)})
+    try:
+        before = submitted(bed)
+        code = run.wait(run.train(), 300)
+        words = run.words()
+        assert code == 2, words
+        assert "storage.root" in words
+        assert str(root) in words
+        assert submitted(bed) == before, "a job was submitted"
+        assert not root.exists()
+        assert run.left() == []
+        assert bed.processes(USER) == []
+
+        bed.storage("readonly", "rw")  # the storage alone was wrong
+        bed.command("mkdir", "-m", "0777", str(root))
+        dry = run.command("train", str(run.config), "--dry-run")
+        assert run.wait(dry, 300) == 0, run.words()
+    finally:
+        run.close()
