@@ -71,6 +71,7 @@ class FullRun:
 
     Args:
         pace_s: seconds that the reward of a group takes; `pace` changes it.
+        environment: of the person who starts the commands, besides the usual.
     """
 
     def __init__(
@@ -82,9 +83,11 @@ class FullRun:
         epochs: int = 1,
         pace_s: float = 0.0,
         profile: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
         **sections: dict[str, Any],
     ) -> None:
         self.bed = bed
+        self._environment = {**ENVIRONMENT, **(environment or {})}
         self.folder = bed.shared / name
         self.prompts, self.epochs = prompts, epochs
         self.folder.mkdir(parents=True)
@@ -130,7 +133,7 @@ class FullRun:
 
     def _popen(self, words: list[str]) -> "subprocess.Popen[str]":
         process = self.bed.popen(
-            "login", words, user=USER, cwd=str(ROOT), env=ENVIRONMENT, stdout=self._log, stderr=subprocess.STDOUT
+            "login", words, user=USER, cwd=str(ROOT), env=self._environment, stdout=self._log, stderr=subprocess.STDOUT
         )
         self.started.append(process)
         return process
