@@ -129,7 +129,7 @@ class FullDriver:
             audit = audit_run(full.run)
             attempts, redone = len(audit.attempts), audit.redone
             problems += [f"audit: {finding}" for finding in full.findings()]
-            problems += self._wrong_ends(end)
+            problems += self._wrong_ends(end, redone)
         else:
             problems.append("there is no run")
         return Result(
@@ -148,7 +148,7 @@ class FullDriver:
             recovery_s=self._recovery_times(),
         )
 
-    def _wrong_ends(self, end: str) -> list[str]:
+    def _wrong_ends(self, end: str, redone: int) -> list[str]:
         problems = []
         ends = {strike.fault.end for strike in self.scenario.strikes if strike.fault.name in self.struck}
         expected = next(iter(ends - {End.FINISHED}), End.FINISHED)
@@ -157,6 +157,8 @@ class FullDriver:
         first = self.scenario.strikes[0].fault
         if first.name not in self.struck:
             problems.append(f"{first.name} was not met: {self.missed.get(first.name, 'the run was over')}")
+        if redone and len(self.struck) == len(self.scenario.strikes) == 1 and not first.redoes:
+            problems.append(f"{redone} steps were made again, none had to be")
         again = sorted(fault["role"] for fault in self.full.faults() if "role" in fault)
         alone = len(self.scenario.strikes) == 1 and self.scenario.shape == SEPARATE
         if alone and first.again is not None and again != sorted(first.again):

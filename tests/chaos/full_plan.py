@@ -20,6 +20,7 @@ class FullFault:
         again: the roles that must be started again because of it, in separate jobs; None: not to be judged.
         saves: checkpoints that must be there before.
         settings: of the cluster profile that it needs.
+        redoes: whether steps may have to be made again.
     """
 
     name: str
@@ -31,6 +32,7 @@ class FullFault:
     second: bool = True
     saves: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
+    redoes: bool = True
 
 
 FULL_FAULTS = (
@@ -38,8 +40,8 @@ FULL_FAULTS = (
     FullFault("rank 0 killed", "kill_rank_0"),
     FullFault("learner node loses power", "power_off_learner"),
     FullFault("supervisor killed", "kill_supervisor", again=NOTHING),
-    FullFault("time limit of the learner", "limit_time"),
-    FullFault("preemption of the learner", "preempt", second=False, settings={"partition": "spot"}),
+    FullFault("time limit of the learner", "limit_time", redoes=False),
+    FullFault("preemption of the learner", "preempt", second=False, settings={"partition": "spot"}, redoes=False),
     FullFault("rollout process killed", "kill_rollout", again=NOTHING),
     FullFault("another rank killed", "kill_rank"),
     FullFault("rank stopped", "stop_rank"),
