@@ -6,6 +6,8 @@ import time
 from slurm.bed import Bed
 from tests.chaos.acts import Acts
 
+SELDOM_S = 1.0  # between two looks while nobody has cancelled
+
 
 class Ending:
     """Looked at often; remembers when a process of the jobs was seen last."""
@@ -16,12 +18,14 @@ class Ending:
         self.load = 1.0
 
     def look(self) -> None:
-        """Once a person has cancelled: is there a process of the user on any node? The clients on the login machine may stay."""
-        if self._acts.cancelled_at is None:
+        """Is there a process of the user on any node? The clients on the login machine may stay."""
+        cancelled = self._acts.cancelled_at is not None
+        if not cancelled and time.time() - self._last < SELDOM_S:
             return
         if any(one.machine != "login" for one in self._bed.processes(self._user)):
             self._last = time.time()
-            self.load = max(self.load, os.getloadavg()[0] / (os.cpu_count() or 1))
+            if cancelled:
+                self.load = max(self.load, os.getloadavg()[0] / (os.cpu_count() or 1))
 
     @property
     def after_s(self) -> float | None:
@@ -31,6 +35,8 @@ class Ending:
         return round(max(0.0, self._last - self._acts.cancelled_at), 1)
 
     def problems(self) -> list[str]:
+        if self._acts.cancelled_at is not None and not self._last:
+            return ["no process of the jobs was ever seen on a node"]
         return late(self.after_s, self._acts.within_s, self.load)
 
 
