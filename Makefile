@@ -7,6 +7,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 
 PY := .venv/bin/python
 SEED ?= 0
+REPORTS := .test-reports
 
 setup:
 	@./setup.sh
@@ -24,20 +25,22 @@ test-fast: setup  ## types, style and the unit tests
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 tests/unit
 
 test: setup  ## everything that runs here: unit tests, exactness of model and loss, real servers, learners and flows, a real SLURM
+	@rm -rf $(REPORTS)
 	@$(MAKE) --no-print-directory lint
-	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 tests/unit tests/model
-	@$(MAKE) --no-print-directory -j 2 --output-sync=line test-integration test-slurm
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --junitxml=$(REPORTS)/unit.xml tests/unit tests/model
+	@$(MAKE) --no-print-directory -j 2 --output-sync=line test-integration test-slurm; code=$$?; \
+	$(PY) -m tests.slowest $(REPORTS); exit $$code
 
 test-integration: setup  ## real servers, learners and flows on this machine
-	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --durations=10 tests/integration
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --junitxml=$(REPORTS)/integration.xml tests/integration
 
 test-slurm: setup  ## runs on a real SLURM: the test bed (root, Debian), skipped with the reason where there can be none
 	@$(PY) slurm/testbed install --if-possible
-	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --durations=10 -m "not full" tests/slurm
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --junitxml=$(REPORTS)/slurm.xml -m "not full" tests/slurm
 
 test-full: test  ## besides, every row of the recovery table on the full stack (hours)
 	@$(PY) slurm/testbed install --if-possible
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --durations=10 -m full tests/slurm
 
 clean:
-	rm -rf .venv .venv-vllm runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm runs .pytest_cache .mypy_cache .ruff_cache .hypothesis $(REPORTS)

@@ -171,7 +171,9 @@ def _remember(seen: Observation, policy: Policy, state: State) -> State:
         state = state.owned(role, seen.incarnations.get(role, "") if view else None)
         state = state.first(f"{role} absent", now, view is None)
         state = state.first(f"{role} pending", now, view is not None and view.state is JobState.PENDING)
-        state = state.first(f"{role} running", now, view is not None and view.state is JobState.RUNNING)
+        runs = view is not None and view.state is JobState.RUNNING
+        state = state.first(f"{role} running", now, runs)
+        state = state.first(f"{role} loads", now, runs and not seen.endpoint)
         state = state.first(f"{role} hopeless", now, role in seen.hopeless)
     for name, beat in seen.beats.items():
         state = state.changed(f"{name} beat", now, beat.counter)
@@ -182,9 +184,14 @@ def _remember(seen: Observation, policy: Policy, state: State) -> State:
     state = state.first("learner may load", now, running and (seen.endpoint or external))
     state = state.first("result", now, seen.result)
     mine = seen.beats.get("learner")
-    state = state.changed("training", now, mine is not None and (mine.training or state.seen.get("training") is True))
+    # a beat that cannot be read takes back nothing
+    trains = state.seen.get("training") is True or (mine is not None and mine.training)
+    state = state.changed("training", now, trains)
     state = state.changed("phase", now, (mine.phase, mine.step) if mine else None)
-    return state.changed("work", now, tuple(seen.beats[name].work for name in sorted(seen.beats)))
+    state = state.changed("work", now, tuple(seen.beats[name].work for name in sorted(seen.beats)))
+    if any(view.state is JobState.SUSPENDED for view in seen.jobs.values()):
+        state = state.restart(now, "phase", "work")
+    return state
 
 
 def _fault(seen: Observation, policy: Policy, state: State) -> tuple[Fault, bool] | None:

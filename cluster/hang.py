@@ -54,7 +54,7 @@ def hung(
     whole = "allocation" if "allocation" in jobs else None
     running = {role for role, view in jobs.items() if view.state is JobState.RUNNING}
     owner = {"server": whole or "server", "learner": whole or "learner"}
-    loads = state.age(f"{owner['server']} running", now)
+    loads = state.age(f"{owner['server']} loads", now)  # one that takes its address back is ending, and says why
     if owner["server"] in running and not endpoint and loads > policy.server_startup_s:
         return Stuck(
             owner["server"],

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from cluster.jobs import JobRecord
+from cluster.local_jobs import SAME_S, started
 from slipstream.run_folder import RunFolder, read_json, write_json
 
 
@@ -26,7 +27,7 @@ def write_intent(run: RunFolder, role: str, attempt: int, incarnation: str, exec
         "executor": executor,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "pid_started": psutil.Process().create_time(),
+        "pid_started": started(psutil.Process()),
         "time": time.time(),
         "why": why,
     }
@@ -73,7 +74,7 @@ def writer_lives(intent: dict[str, Any]) -> bool | None:
         return None
     try:
         process = psutil.Process(int(intent.get("pid", 0)))
-        return abs(process.create_time() - float(intent.get("pid_started", 0))) < 0.5 and (
+        return abs(started(process) - float(intent.get("pid_started", 0))) <= SAME_S and (
             process.status() != psutil.STATUS_ZOMBIE
         )
     except (psutil.Error, ValueError):

@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.run_folder import RunFolder, append_jsonl, read_json, read_jsonl
 
+UNRECORDED = "0"  # id of a job of which only the intent is on storage
 JOB_MARK = "SLIPSTREAM_JOB"  # environment variable that every process of a job inherits
 
 
@@ -53,8 +54,8 @@ _ENDED = frozenset(
 class JobRecord:
     """One submitted job, as it stands in jobs/<attempt>.jsonl.
 
-    `start_time` is the controller's creation time (s since the epoch, by psutil): with the pid it names one process for
-    ever, so a recycled pid is never taken for the job.
+    `start_time` is the controller's start (`local_jobs.started`, in seconds since the host's boot): with the pid it names
+    one process, so a recycled pid is never taken for the job.
     """
 
     run_id: str
@@ -104,35 +105,40 @@ def record_job(run: RunFolder, record: JobRecord) -> None:
 
 
 def read_jobs(run: RunFolder, attempt: int) -> list[JobRecord]:
-    """All jobs submitted in an attempt, oldest first."""
+    """All jobs submitted in an attempt, oldest first. A line that lacks something is no record: its intent is found."""
     names = {field.name for field in fields(JobRecord)}
-    return [
-        JobRecord(**{key: value for key, value in line.items() if key in names})
-        for line in read_jsonl(run.jobs_file(attempt))
-    ]
+    found = []
+    for line in read_jsonl(run.jobs_file(attempt)):
+        with contextlib.suppress(TypeError):
+            found.append(JobRecord(**{key: value for key, value in line.items() if key in names}))
+    return found
 
 
 def unrecorded_jobs(run: RunFolder) -> list[JobRecord]:
-    """Jobs of which only the intent is on storage: whoever submitted them died in between. Found by their mark."""
+    """Jobs of which only the intent is on storage: whoever submitted them died in between. Found by their mark.
+
+    An intent that is damaged keeps nobody from stopping the others.
+    """
     known = {job.incarnation for attempt in run.attempts() for job in read_jobs(run, attempt)}
     found = []
     for path in sorted((run.path / "intents").glob("*.json")):
-        intent = read_json(path) or {}
-        if intent.get("incarnation") and intent["incarnation"] not in known:
-            found.append(
-                JobRecord(
-                    run_id=run.run_id,
-                    role=str(intent["role"]),
-                    attempt=int(intent["attempt"]),
-                    incarnation=str(intent["incarnation"]),
-                    executor=str(intent["executor"]),
-                    job_id="0",
-                    host=str(intent["host"]),
-                    start_time=0.0,
-                    submitted=float(intent["time"]),
-                    why=str(intent["why"]),
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            intent = read_json(path) or {}
+            if intent.get("incarnation") and intent["incarnation"] not in known:
+                found.append(
+                    JobRecord(
+                        run_id=run.run_id,
+                        role=str(intent["role"]),
+                        attempt=int(intent["attempt"]),
+                        incarnation=str(intent["incarnation"]),
+                        executor=str(intent["executor"]),
+                        job_id=UNRECORDED,
+                        host=str(intent["host"]),
+                        start_time=0.0,
+                        submitted=float(intent["time"]),
+                        why=str(intent["why"]),
+                    )
                 )
-            )
     return found
 
 

@@ -17,7 +17,7 @@ from cluster.environment import code_root, job_environment, local_devices
 from cluster.intents import open_intents, record_of, void_intent, write_intent, writer_lives
 from cluster.jobs import JOB_MARK, JobRecord, JobView, read_jobs, record_job
 from cluster.local import SessionExecutor
-from cluster.local_jobs import cancel_jobs, job_processes, job_view
+from cluster.local_jobs import cancel_jobs, job_processes, job_view, started
 from cluster.profile import ClusterError, ClusterProfile
 from slipstream.process import INCARNATION_ENV
 from slipstream.run_config import RunConfig
@@ -117,12 +117,12 @@ def _devices(config: RunConfig, environment: Mapping[str, str]) -> dict[str, str
 
 def _start_time(pid: int) -> float:
     try:
-        return psutil.Process(pid).create_time()
+        return started(psutil.Process(pid))
     except psutil.Error:
         return 0.0  # it is gone already, which job_view then says
 
 
 def _born(process: psutil.Process) -> float:
     with contextlib.suppress(psutil.Error):
-        return process.create_time()
+        return started(process)
     return 0.0

@@ -13,13 +13,19 @@ from cluster.jobs import JOB_MARK, JobRecord, JobState, JobView, exit_record, wi
 from slipstream.run_folder import RunFolder
 
 LEAST_ROOM = 1 << 16  # bytes
+SAME_S = 0.05  # the kernel counts a process's start in hundredths of a second
+
+
+def started(process: psutil.Process) -> float:
+    """Seconds from the host's boot to the start of `process`: since the epoch it would move with each step of the clock."""
+    return process.create_time() - psutil.boot_time()
 
 
 def find_process(pid: int, start_time: float) -> psutil.Process | None:
-    """The process with this pid *and* creation time, None where it is gone (a zombie is gone)."""
+    """The process with this pid *and* start (`started`), None where it is gone (a zombie is gone)."""
     try:
         process = psutil.Process(pid)
-        if abs(process.create_time() - start_time) > 0.5 or process.status() == psutil.STATUS_ZOMBIE:
+        if abs(started(process) - start_time) > SAME_S or process.status() == psutil.STATUS_ZOMBIE:
             return None
     except psutil.Error:
         return None
@@ -89,7 +95,7 @@ def cancel_jobs(jobs: Iterable[JobRecord], grace_s: float = 30.0) -> list[JobRec
     for job, processes in families:
         controller = find_process(int(job.job_id), job.start_time)
         # Without its controller the leader has no one to forward the signal: tell the oldest that is left.
-        for head in [controller] if controller else sorted(processes, key=lambda p: p.create_time())[:1]:
+        for head in [controller] if controller else sorted(processes, key=started)[:1]:
             with contextlib.suppress(psutil.Error):
                 head.terminate()
     deadline = time.monotonic() + grace_s

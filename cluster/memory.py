@@ -29,6 +29,10 @@ class State:
             {k: v for k, v in self.seen.items() if k not in keys},
         )
 
+    def restart(self, now: float, *keys: str) -> "State":
+        """Count what is remembered of `keys` from `now` on."""
+        return replace(self, since={k: now if k in keys else v for k, v in self.since.items()})
+
     def owned(self, role: str, incarnation: str | None) -> "State":
         """Forget what was seen of another job of `role` than `incarnation` (None: it has none)."""
         key = f"{role} is"

@@ -61,9 +61,12 @@ def strikes(faults: Sequence[Fault], step: int) -> int:
     """
     count, best = 0, -1
     last: Fault | None = None
+    given_up: set[str] = set()
     for fault in faults:
-        if fault.kind == RELEASED:
+        # a leader that died before it had given the job up leaves its fault to be recorded again by the next one
+        if fault.kind == RELEASED or fault.job in given_up:
             continue
+        given_up |= {fault.job} - {""}
         if fault.step > best:
             count, best = 0, fault.step
         again = last is not None and (last.role, last.step) == (fault.role, fault.step)

@@ -10,7 +10,16 @@ from pathlib import Path
 from cluster.backend import KILL_AFTER_S, JobRequest
 from cluster.clients import ClusterAway, call
 from cluster.intents import open_intents, record_of, void_intent, write_intent, writer_lives
-from cluster.jobs import JobRecord, JobState, JobView, exit_record, read_jobs, record_job, with_exit_record
+from cluster.jobs import (
+    UNRECORDED,
+    JobRecord,
+    JobState,
+    JobView,
+    exit_record,
+    read_jobs,
+    record_job,
+    with_exit_record,
+)
 from cluster.node import environment_file
 from cluster.profile import ClusterError, ClusterProfile
 from cluster.slurm import (
@@ -52,7 +61,7 @@ class SlurmBackend:
     def __init__(self, profile: ClusterProfile, poll_s: float = POLL_S, queue: Queue | None = None) -> None:
         self.profile = profile
         self._queue = queue or Queue(poll_s, profile.client_timeout)
-        self._ended: dict[str, JobView] = {}  # a final state outlives the scheduler's memory
+        self._ended: dict[str, JobView] = {}  # by incarnation: a final state outlives the scheduler's memory
         self._asked: dict[str, tuple[float, JobView]] = {}  # of jobs that squeue does not list, per snapshot
 
     # -- submission ------------------------------------------------------------------------------------------------
@@ -131,13 +140,15 @@ class SlurmBackend:
         for job in jobs:
             found = listed.get(job.job_id)
             if snapshot.error:
-                view = self._ended.get(job.job_id) or JobView(JobState.UNKNOWN, reason=snapshot.error, source="squeue")
+                view = self._ended.get(job.incarnation) or JobView(
+                    JobState.UNKNOWN, reason=snapshot.error, source="squeue"
+                )
             elif found is not None and _is(found, job):
                 view = view_of(found, "squeue")
             else:
-                view = self._ended.get(job.job_id) or self._unlisted(job, snapshot)
+                view = self._ended.get(job.incarnation) or self._unlisted(job, snapshot)
             if view.state.ended:
-                self._ended[job.job_id] = view
+                self._ended[job.incarnation] = view
                 view = with_exit_record(view, exit_record(run, job))
             views[job.incarnation] = view
         return views
@@ -240,7 +251,8 @@ class SlurmBackend:
         A plain scancel would leave what ignores TERM to the cluster's KillWait (30 s and more), and then refuse the KILL.
         """
         deadline = time.monotonic() + max(CANCEL_S, kill_after_s + CANCEL_S / 2)
-        live = self._live(run, [job for job in jobs if job.job_id.isdigit() and job.job_id != "0"])
+        named = self._named(jobs)
+        live = self._live(run, [job for job in named if job.job_id.isdigit() and job.job_id != UNRECORDED])
         if not live:
             return []
         self._scancel(live, "--state=PENDING")
@@ -252,6 +264,19 @@ class SlurmBackend:
                 kill(left)
                 left = self._wait(run, left, min(deadline, time.monotonic() + AFTER_KILL_S))
         return live
+
+    def _named(self, jobs: Sequence[JobRecord]) -> list[JobRecord]:
+        """`jobs`, with the ids that squeue has for those of which only the intent is on storage."""
+        known = {job.job_id for job in jobs}
+        listed = self._queue.new(CANCEL_CALL_S).jobs if UNRECORDED in known else ()
+        named = []
+        for job in jobs:
+            if job.job_id == UNRECORDED:
+                found = (one for one in listed if one.job_id not in known and _may_be(one, job))
+                job = replace(job, job_id=next((one.job_id for one in found), UNRECORDED))
+                known.add(job.job_id)
+            named.append(job)
+        return named
 
     def _live(self, run: RunFolder, jobs: Sequence[JobRecord]) -> list[JobRecord]:
         views = self._views(run, jobs, self._queue.new(CANCEL_CALL_S)) if jobs else {}
@@ -293,6 +318,12 @@ def _on_slurm(intent: dict) -> bool:
 
 def _name(job: JobRecord) -> str:
     return job_name(job.run_id, job.role)
+
+
+def _may_be(found: SlurmJob, job: JobRecord) -> bool:
+    """Whether a listed job is that of an intent: by its comment, or by its name where the site takes comments away."""
+    own = job_comment(job.run_id, job.attempt, job.role, job.incarnation)
+    return found.comment == own or (found.name == _name(job) and not found.comment.startswith("slipstream:"))
 
 
 def _is(found: SlurmJob, job: JobRecord) -> bool:

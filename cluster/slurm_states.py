@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from cluster.jobs import JobState, JobView
 
-SQUEUE_FORMAT = "%i|%T|%r|%N|%j|%k"
+LINE_END = "|end"  # a person's comment may hold line breaks, and what was cut short must be seen
+SQUEUE_FORMAT = "%i|%T|%r|%N|%j|%k" + LINE_END
 SACCT_FORMAT = "JobID,State,NodeList,JobName,Comment"
 
 STATES = {
@@ -48,6 +49,7 @@ STATES = {
 HELD_REASONS = frozenset(
     {"JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "job_requeued_in_held_state", "ReservationDeleted"}
 )
+JOB_ID = re.compile(r"\d+([_+].+)?")  # of an array 7_1, of a heterogeneous job 7+0
 NO_REASON = frozenset({"", "None", "(null)", "N/A"})
 
 
@@ -86,14 +88,18 @@ def view_of(job: SlurmJob, source: str) -> JobView:
 
 
 def parse_squeue(text: str) -> list[SlurmJob]:
-    """Lines of `squeue -h -o SQUEUE_FORMAT`. Raises ValueError where the text is something else."""
-    return [_row(line) for line in text.splitlines() if line.strip()]
+    """What `squeue -h -o SQUEUE_FORMAT` prints. Raises ValueError where the text is something else."""
+    text = re.sub(r"^CLUSTER: .*\n", "", text, flags=re.MULTILINE)  # a heading where SLURM_CLUSTERS is set
+    *rows, rest = f"{text.rstrip()}\n".split(f"{LINE_END}\n")
+    if rest.strip():
+        raise ValueError(f"no line of squeue -o {SQUEUE_FORMAT}: {rest.strip()!r}")
+    return [_row(row) for row in rows]
 
 
-def _row(line: str) -> SlurmJob:
-    fields = line.split("|", 5)
-    if len(fields) != 6 or not fields[0].split("_")[0].isdigit():
-        raise ValueError(f"no line of squeue -o {SQUEUE_FORMAT}: {line!r}")
+def _row(row: str) -> SlurmJob:
+    fields = row.split("|", 5)
+    if len(fields) != 6 or not JOB_ID.fullmatch(fields[0].strip()):
+        raise ValueError(f"no line of squeue -o {SQUEUE_FORMAT}: {row!r}")
     return SlurmJob(*(field.strip() for field in fields))
 
 

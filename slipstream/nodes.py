@@ -182,6 +182,7 @@ class Peers:
         self._seen: dict[int, tuple[Any, float]] = {}
         self._hosts: dict[int, str] = {}
         self._done_since: float | None = None
+        self._looked = float("-inf")
 
     def _record(self, node: int) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError):
@@ -221,8 +222,12 @@ class Peers:
     def silent(self, now: float, bound_s: float = PEER_SILENT_S) -> int | None:
         """The node whose leader has given no sign for `bound_s` seconds by this process's own looks; None: all live.
 
-        `now`: monotonic, in seconds. A file system that stumbles here proves nothing.
+        `now`: monotonic, in seconds. A file system that stumbles here proves nothing, and no more does a pause of this
+        process: the others may have been suspended with it.
         """
+        if now - self._looked > bound_s / 3:
+            self._seen.clear()
+        self._looked = now
         for node in self._watched:
             try:
                 beat = read_json(self._run.heartbeat_file(self._beats[node]))

@@ -4,6 +4,7 @@ Every file is written whole (write, fsync, rename) or appended to by exactly one
 """
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -81,8 +82,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """The JSON value in `path`, or None where the file is not there. Raises DamagedFile on anything but JSON."""
-    for _ in range(3):  # NFS: a file replaced between open and read answers ESTALE once
+    """The JSON value in `path`, or None where the file is not there.
+
+    Raises DamagedFile on anything but JSON, OSError where the storage does not answer.
+    """
+    for last in (False, False, True):  # NFS: a file replaced between open and read answers ESTALE once
         try:
             return json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -90,9 +94,9 @@ def read_json(path: Path) -> Any | None:
         except ValueError as error:
             raise DamagedFile(f"{path} is damaged, it is no JSON: {error}") from error
         except OSError as error:
-            if error.errno != 116:
+            if last or error.errno != errno.ESTALE:
                 raise
-    return None
+    raise AssertionError("not reached")
 
 
 def append_jsonl(path: Path, value: Any) -> None:

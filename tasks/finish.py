@@ -37,8 +37,10 @@ def supervise_to_the_end(run: RunFolder, on_observation: Watcher | None = None) 
         outcome = supervise(run, on_observation)
         finish(run)
         return outcome
-    except Exception as error:
-        finish_failed(run, error)
+    except Exception:
+        with contextlib.suppress(Exception):
+            if read_outcome(run) is not None:  # who did not lead the run has not ended it
+                finish(run)
         raise
     finally:
         release(run)

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from cluster.local_jobs import SAME_S, started
 from slipstream.config_file import ConfigError
 from slipstream.run_config import RecoverySection
 from slipstream.run_folder import RunFolder, create_exclusively, read_json, write_json
@@ -116,7 +117,7 @@ def _is_gone(holder: dict[str, Any]) -> bool:
         return False
     try:
         process = psutil.Process(int(holder["pid"]))
-        other = abs(process.create_time() - float(holder["started"])) > 0.5
+        other = abs(started(process) - float(holder["started"])) > SAME_S
         return other or process.status() == psutil.STATUS_ZOMBIE
     except (psutil.Error, KeyError, ValueError):
         return True
@@ -131,7 +132,7 @@ def try_lead(run: RunFolder, watch: LeaseWatch, lease_s: float) -> Lease | None:
 
 def _begin_term(run: RunFolder, lease_s: float) -> Lease | None:
     """The next term; None where another process was quicker."""
-    me = {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
+    me = {"pid": os.getpid(), "host": socket.gethostname(), "started": started(psutil.Process())}
     term = newest_term(run) + 1
     (run.path / "leases").mkdir(mode=0o700, exist_ok=True)
     try:

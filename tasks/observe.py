@@ -9,7 +9,7 @@ from cluster.queue import hopeless
 from slipstream.process import STARTING, last_lines
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json
-from tasks.records import read_faults, run_step
+from tasks.records import assignment, read_faults, run_step
 
 # Phases in which the learner loads; in any other it has begun to work.
 LOADING = STARTING | {"delivering weights"}
@@ -33,18 +33,17 @@ def heartbeat(run: RunFolder, writer: str, incarnation: str | None = None) -> di
 
 def counting_heartbeat(run: RunFolder, writer: str) -> dict[str, Any]:
     """The newest beat of `writer`, if it is of a job that counts, or {}; where nobody supervises, of the newest attempt."""
-    beat, assignment = heartbeat(run, writer), run.assignment()
-    if not assignment:
+    beat, named = heartbeat(run, writer), run.assignment()
+    if not named:
         return beat if beat.get("attempt") == newest_attempt(run) else {}
     role = "server" if writer.startswith("server") else "learner"
-    named = assignment.get(role) or assignment.get("allocation")
-    return beat if beat.get("incarnation") == named else {}
+    return beat if beat.get("incarnation") == (named.get(role) or named.get("allocation")) else {}
 
 
 def endpoint(run: RunFolder) -> dict[str, Any]:
-    """The address of the server that counts, or {}."""
-    assignment = run.assignment()
-    incarnation = assignment.get("server") or assignment.get("allocation")
+    """The address of the server that counts, or {}. Raises OSError."""
+    named = assignment(run)
+    incarnation = named.get("server") or named.get("allocation")
     value = read_json(run.endpoint_file())
     if not isinstance(value, dict):
         return {}
@@ -131,7 +130,7 @@ def observe(
     incarnations = {role: job.incarnation for role, job in jobs.items()}
     seen = {role: views.get(job.incarnation, JobView(JobState.UNKNOWN)) for role, job in jobs.items()}
     for role in missing:
-        incarnations[role] = str(run.assignment().get(role, ""))
+        incarnations[role] = str(assignment(run).get(role, ""))
         seen[role] = JobView(JobState.UNKNOWN)
     whys = {role: hopeless(view.queue_reason) for role, view in seen.items() if view.state is JobState.PENDING}
     return Observation(

@@ -12,17 +12,29 @@ from slipstream.run_folder import RunFolder, append_jsonl, read_json, read_jsonl
 FAULTS = "faults.jsonl"
 
 
+def assignment(run: RunFolder) -> dict[str, Any]:
+    """Which job of each role counts. Raises OSError: whoever starts jobs must not take no answer for none."""
+    with contextlib.suppress(ValueError):
+        value = read_json(run.assignment_file)
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
 def assign(run: RunFolder, attempt: int, **roles: str | None) -> dict[str, Any]:
-    """Say on storage which job of each role counts from now on; None takes a role's job away. Returns the whole."""
-    value = {**run.assignment(), "attempt": attempt, **roles}
+    """Say on storage which job of each role counts from now on; None takes a role's job away. Returns the whole.
+
+    Raises OSError.
+    """
+    value = {**assignment(run), "attempt": attempt, **roles}
     value = {key: item for key, item in value.items() if item is not None}
     write_json(run.assignment_file, value)
     return value
 
 
 def assigned_jobs(run: RunFolder) -> tuple[dict[str, JobRecord], list[str]]:
-    """The job of each role that counts, and roles whose job is assigned but has no record."""
-    named = {role: str(item) for role, item in run.assignment().items() if role != "attempt"}
+    """The job of each role that counts, and roles whose job is assigned but has no record. Raises OSError."""
+    named = {role: str(item) for role, item in assignment(run).items() if role != "attempt"}
     records = {job.incarnation: job for attempt in run.attempts() for job in read_jobs(run, attempt)}
     found = {role: records[incarnation] for role, incarnation in named.items() if incarnation in records}
     return found, [role for role in named if role not in found]

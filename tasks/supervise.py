@@ -21,7 +21,7 @@ from tasks.interrupt import uninterrupted
 from tasks.lease import Lease, LeaseWatch, StepDown, held_lease, lead_if_free, release
 from tasks.observe import cancel_request, evidence, newest_attempt, observe, policy_of
 from tasks.outcome import Outcome, RunCancelled, RunFailed, outcome_of, read_outcome, write_outcome
-from tasks.records import assign, assigned_jobs, log_event, read_faults, record_fault, run_step
+from tasks.records import assign, assigned_jobs, assignment, log_event, read_faults, record_fault, run_step
 from tasks.start import start_role
 from tasks.stop import request_cancel, stop_jobs
 from tasks.stored import backend_for, stored_config
@@ -43,11 +43,15 @@ def supervise(run: RunFolder, on_observation: Watcher | None = None, poll_s: flo
     watch = LeaseWatch(run, supervisor.config.recovery.lease)
     begun = time.monotonic()
     while True:
-        if held_lease(run) is None:
-            release(run)  # of a term that another has ended
-            if ended := read_outcome(run):
-                return ended.told(str(run.path))
-        lease = lead_if_free(run, watch, supervisor.config.recovery.lease)
+        lease = None
+        try:
+            if held_lease(run) is None:
+                release(run)  # of a term that another has ended
+                if ended := read_outcome(run):
+                    return ended.told(str(run.path))
+            lease = lead_if_free(run, watch, supervisor.config.recovery.lease)
+        except OSError as error:
+            supervisor.say(f"the run's storage does not answer: {error}")
         if lease is not None:
             outcome = supervisor.lead(lease)
             if outcome is not None:
@@ -77,19 +81,30 @@ class Supervisor:
     def say(self, text: str) -> None:
         if text != self._said:
             self._said = text
-            log_event(self.run, newest_attempt(self.run), text)
+            with contextlib.suppress(OSError):
+                log_event(self.run, newest_attempt(self.run), text)
         if self._beat is not None:
             self._beat.update(phase=text)
 
     def sleep(self) -> None:
         """Until the next look, with jitter, or until somebody asks the run to stop."""
         end = time.monotonic() + self._poll_s * random.uniform(0.9, 1.1)
-        while (left := end - time.monotonic()) > 0 and not cancel_request(self.run):
+        while (left := end - time.monotonic()) > 0 and not self._asked_to_stop():
             time.sleep(min(TICK_S, left))
+
+    def _asked_to_stop(self) -> bool:
+        """Storage that does not answer asks for nothing."""
+        with contextlib.suppress(OSError):
+            return bool(cancel_request(self.run))
+        return False
 
     def lead(self, lease: Lease) -> Outcome | None:
         """Act until the run has ended, and say on storage how; None where another process has taken over."""
-        self._beat = Heartbeat(self.run, "supervisor", newest_attempt(self.run), new_incarnation()).start()
+        try:
+            attempt = newest_attempt(self.run)
+        except OSError:
+            return None
+        self._beat = Heartbeat(self.run, "supervisor", attempt, new_incarnation()).start()
         ended: Outcome | None = None
         try:
             ended = self._lead(lease)
@@ -97,10 +112,12 @@ class Supervisor:
         except StepDown:
             raise
         except BaseException as error:
-            if lease.held():
+            if self._leads(lease):
                 ended = outcome_of(error)
                 if not isinstance(error, (RunFailed, RunCancelled)):
                     request_cancel(self.run, f"flow process {os.getpid()}", f"interrupted by {type(error).__name__}")
+            elif isinstance(error, Exception):
+                return None  # what fails here is the next leader's, who decides
             raise
         finally:
             if ended is not None:
@@ -112,9 +129,15 @@ class Supervisor:
             self._beat.stop(phase="ended")
             self._beat = None
 
+    def _leads(self, lease: Lease) -> bool:
+        """Storage that does not answer takes the lead from nobody."""
+        with contextlib.suppress(OSError):
+            return lease.held()
+        return True
+
     def _lead(self, lease: Lease) -> Outcome | None:
         state = State()
-        while lease.held():
+        while self._leads(lease):
             try:
                 seen = self._look()
             except OSError as error:  # storage that stumbles: nothing is known, and the jobs go on
@@ -125,15 +148,16 @@ class Supervisor:
             state = decision.state
             self.say(decision.reason)
             if self._tell is not None:
-                self._tell(seen, decision)
+                with contextlib.suppress(OSError):  # a terminal or a pipe that is gone
+                    self._tell(seen, decision)
             if decision.ending is not None:
-                return self._end(decision)
+                return self._end(decision) if self._leads(lease) else None  # the look may have taken long
             try:
                 if not self._act(lease, decision):
                     return None
             except OSError as error:
                 self._storage_fails(decision, error)
-            if decision.actions[0].kind is Kind.WAIT:
+            if decision.actions[0].kind in (Kind.WAIT, Kind.LEAVE):
                 self.sleep()
         return None
 
@@ -163,7 +187,7 @@ class Supervisor:
                     self.say(f"found the {job.role}'s job {job.job_id}, which had no record")
                 self._jobs, missing = assigned_jobs(self.run)
                 known = {path.stem for path in (self.run.path / "intents").glob("*.json")}
-                named = self.run.assignment()
+                named = assignment(self.run)
                 for role in missing:
                     if not any(stem.endswith(f"-{named[role]}") for stem in known):
                         assign(self.run, newest_attempt(self.run), **{role: None})

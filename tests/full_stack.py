@@ -19,6 +19,7 @@ from slurm.bed import Bed
 from slurm.bed.bed import ROOT
 from slurm.bed.machines import inside
 from tasks.lease import newest_term
+from tests.bed_left import left
 
 USER = "bed1"
 PYTHON = str(ROOT / ".venv" / "bin" / "python")
@@ -72,6 +73,7 @@ class FullRun:
     Args:
         pace_s: seconds that the reward of a group takes; `pace` changes it.
         environment: of the person who starts the commands, besides the usual.
+        storage: of the bed: shared or limited.
     """
 
     def __init__(
@@ -84,11 +86,12 @@ class FullRun:
         pace_s: float = 0.0,
         profile: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        storage: str = "shared",
         **sections: dict[str, Any],
     ) -> None:
         self.bed = bed
         self._environment = {**ENVIRONMENT, **(environment or {})}
-        self.folder = bed.shared / name
+        self.folder = bed.folder / storage / name
         self.prompts, self.epochs = prompts, epochs
         self.folder.mkdir(parents=True)
         (self.folder / "runs").mkdir()
@@ -120,7 +123,8 @@ class FullRun:
             os.chown(path, uid, uid)
         self.started: list[subprocess.Popen[str]] = []
 
-    def pace(self, seconds: float) -> None:
+    def pace(self, seconds: float | str) -> None:
+        """What is not a number makes the reward raise."""
         temporary = self._pace.with_suffix(".new")
         temporary.write_text(str(seconds))
         temporary.replace(self._pace)
@@ -251,15 +255,7 @@ class FullRun:
 
     def left(self, seconds: float = GONE_S, meanwhile: Callable[[], None] = lambda: None) -> list[str]:
         """Jobs and processes that are still there after a while. `meanwhile` is called at every look."""
-        end = time.monotonic() + seconds
-        while True:
-            meanwhile()
-            jobs = self.bed.command("squeue", "-h", "-u", USER, "-o", "%i %j %T").split("\n")
-            there = [line for line in jobs if line]
-            there += [f"{one.machine}: {one.command[:80]}" for one in self.bed.processes(USER)]
-            if not there or time.monotonic() > end:
-                return there
-            time.sleep(0.3)
+        return left(self.bed, USER, seconds, meanwhile)
 
     def findings(self) -> list[str]:
         """What the audit has to say against the run, and whether all prompts were settled."""

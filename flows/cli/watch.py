@@ -19,7 +19,7 @@ from slipstream.run_folder import RunFolder
 from tasks.finish import supervise_to_the_end
 from tasks.interrupt import handling
 from tasks.lease import StepDown
-from tasks.outcome import Outcome, RunCancelled, RunFailed, read_outcome
+from tasks.outcome import Outcome, RunCancelled, RunFailed, outcome_of, read_outcome
 
 REFRESH_S = 1.0
 
@@ -85,10 +85,8 @@ def supervise(run: RunFolder) -> int:
     try:
         with stepping_down():
             return tell(run, supervise_to_the_end(run, show))
-    except (RunFailed, RunCancelled):
-        ended = read_outcome(run)
-        assert ended is not None
-        return tell(run, ended)
+    except (RunFailed, RunCancelled) as error:
+        return tell(run, read_outcome(run) or outcome_of(error))  # a full disk takes no outcome
     except StepDown as signal_name:
         print(f"stepped down ({signal_name}); the run goes on: `slipstream supervise {run.path}` leads it again")
         return 0

@@ -199,10 +199,13 @@ class Orders:
             self.stop = f"stopped by {self._leaving}"
             return
         beat: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            beat = read_json(self._run.heartbeat_file("learner")) or {}
+        try:
+            with contextlib.suppress(ValueError):
+                beat = read_json(self._run.heartbeat_file("learner")) or {}
+            begun = int(self._run.fence(self._attempt).get("step", 0))
+        except OSError:  # storage that stumbles says nothing of what is to be saved: the next look does
+            return
         ours = beat.get("attempt") == self._attempt
-        begun = int(self._run.fence(self._attempt).get("step", 0))
         if not ours or (beat.get("phase") in STARTING and int(beat.get("step") or 0) <= begun):
             self.left = begun
             self.stop = left_reason(begun, self._leaving)

@@ -176,7 +176,7 @@ class Leader:
     def _watch(self, control: ServerControl) -> tuple[int, str]:
         assert self._child is not None
         next_look = 0.0
-        abandoned = Abandoned(self.run, self.attempt)
+        abandoned = Abandoned(self.run, self.attempt, 60 * self.config.recovery.max_idle_gpu_minutes)
         watch = StallWatch(control, self.config.server.stall_timeout)
         try:
             while self._child.poll() is None and self.signal is None and not watch.problem:
@@ -184,7 +184,7 @@ class Leader:
                     if self.run.replaced("server", self.incarnation):
                         return 0, REPLACED
                     if abandoned.look(time.monotonic()):
-                        return 0, "the learner has ended, and no supervisor lives to stop the server"
+                        return 0, "the learner is gone, and no supervisor lives to stop the server"
                     self.heartbeat.update(progress=watch.generated)
                     next_look = time.monotonic() + WATCH_INTERVAL_S
                 if (broken := self._head.broken()) is not None:

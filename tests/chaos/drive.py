@@ -13,6 +13,7 @@ from typing import Any
 from slipstream.run_folder import RunFolder, write_json
 from slurm.bed import Bed
 from slurm.bed.bed import ROOT
+from tests.bed_left import left
 from tests.chaos.acts import USER, Acts
 from tests.chaos.checks import end_of, expected_end, met, problems_of, recovery_times
 from tests.chaos.ending import Ending
@@ -108,7 +109,7 @@ class Driver:
         try:
             if not self._until_ended(begun + PATIENCE_S):
                 problems.append(f"it did not end within {PATIENCE_S:.0f} s")
-            problems += self._left(GONE_S)
+            problems += [f"left {what}" for what in left(self.bed, USER, GONE_S, self.ending.look)]
         finally:
             self._over = True
             acting.join(90)
@@ -143,19 +144,6 @@ class Driver:
                 if injection := waiting.pop(name, None):
                     getattr(self.acts, injection.act)(at, self.run.path / FOLDER / f"go-{name}")
             time.sleep(0.1)
-
-    def _left(self, within_s: float) -> list[str]:
-        """Jobs and processes that are still there after a while."""
-        end = time.monotonic() + within_s
-        while True:
-            self.ending.look()
-            jobs = self.bed.command("squeue", "-h", "-u", USER, "-o", "%i %j %T").strip()
-            processes = [f"{one.machine}: {one.command[:80]}" for one in self.bed.processes(USER)]
-            if not jobs and not processes:
-                return []
-            if time.monotonic() > end:
-                return [f"left in the queue: {jobs}"] * bool(jobs) + [f"left running: {processes}"] * bool(processes)
-            time.sleep(0.3)
 
     def _clean(self) -> None:
         for process in self.supervisors:

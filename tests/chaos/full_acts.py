@@ -27,6 +27,11 @@ class FullActs:
         self._supervisors = supervisors
         self._undo: list[Callable[[], object]] = []
 
+    @property
+    def given_up(self) -> list[int | None]:
+        """How the supervisors of a run ended whose storage failed."""
+        return self.usual.given_up
+
     def mend(self) -> None:
         self.usual.mend()
         while self._undo:
@@ -100,6 +105,12 @@ class FullActs:
     def partition_long(self) -> None:
         self.usual.partition_long(self._host("learner"), self._go())
 
+    def partition_short_server(self) -> None:
+        self.usual.partition_short(self._host("server"), self._go())
+
+    def partition_long_server(self) -> None:
+        self.usual.partition_long(self._host("server"), self._go())
+
     def limit_time(self) -> None:
         self.run.limit_time("learner", 35)
 
@@ -122,8 +133,22 @@ class FullActs:
     def controller_away(self) -> None:
         self.usual.controller_away({}, self._go())
 
+    def accounting_away(self) -> None:
+        self.usual.accounting_away({}, self._go())
+
     def restart_slurmd(self) -> None:
         self.usual.slurmd_restarted(self._host("learner"), self._go())
+
+    # -- storage that is mended once the supervisor has given up, and what a person can do wrong
+
+    def storage_full(self) -> None:
+        self.usual.storage_full({}, self._go())
+
+    def storage_refuses(self) -> None:
+        self.usual.storage_refuses({}, self._go())
+
+    def spoil_reward(self) -> None:
+        self.run.pace("nonsense")
 
     def cancel(self) -> None:
         self.usual.cancel({}, self._go())

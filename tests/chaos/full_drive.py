@@ -1,6 +1,7 @@
 """Runs one scenario of the full stack on a bed and judges it."""
 
 import itertools
+import os
 import random
 import shutil
 import subprocess
@@ -11,12 +12,14 @@ from typing import Any
 
 from slipstream.learner.checkpoint import MARKER
 from slipstream.metrics.audit_records import audit_run
+from slipstream.run_folder import write_json
 from slurm.bed import Bed
 from tests.chaos.ending import Ending
 from tests.chaos.faults import SEPARATE, End
 from tests.chaos.full_acts import FullActs, wait_a_little
 from tests.chaos.full_plan import FullScenario, Strike
 from tests.chaos.results import Result
+from tests.doubles.events import FOLDER, PLAN
 from tests.full_stack import RUN_ID, USER, FullRun, steps_of
 
 LEASE_S = 10.0
@@ -43,7 +46,18 @@ class FullDriver:
         sections["learner"] |= {"nodes": scenario.nodes, "processes_per_node": scenario.ranks}
         sections["trainer"] = {"save_steps": scenario.save_steps, "rollout_worker_timeout": 40.0}
         sections["cluster"] = {"shape": scenario.shape}
-        self.full = FullRun(bed, name, prompts=PROMPTS, pace_s=PACE_S, profile=scenario.profile, **sections)
+        self.full = FullRun(
+            bed,
+            name,
+            prompts=PROMPTS,
+            pace_s=PACE_S,
+            profile=scenario.profile,
+            storage=scenario.storage,
+            **sections,
+        )
+        plans = [{"id": strike.fault.name, **strike.fault.plan} for strike in scenario.strikes if strike.fault.plan]
+        write_json(plan := self.full.run.path.parent / PLAN, plans)
+        os.chown(plan, bed.description.uid(USER), -1)
         self.supervisors: list[subprocess.Popen[str]] = []
         self.acts = FullActs(self.full, self.supervisors, LEASE_S, POLL_S)
         self.ending = Ending(bed, self.acts.usual, USER)
@@ -60,7 +74,7 @@ class FullDriver:
         try:
             if not self._until_ended(begun + PATIENCE_S):
                 problems.append(f"it did not end within {PATIENCE_S:.0f} s")
-            problems += [f"left: {what}" for what in self.full.left(GONE_S, self.ending.look)]
+            problems += [f"left {what}" for what in self.full.left(GONE_S, self.ending.look)]
             problems += self.ending.problems()
         finally:
             self._over = True
@@ -92,7 +106,8 @@ class FullDriver:
             if strike.fault.at == "step":
                 wait_a_little(draw)
             self._strike(strike)
-        self.full.pace(0.05)
+        if not any(strike.fault.act == "spoil_reward" for strike in self.scenario.strikes):
+            self.full.pace(0.05)
 
     def _strike(self, strike: Strike) -> None:
         """Until it can be done: what it is done to may be away just then."""
@@ -100,7 +115,9 @@ class FullDriver:
         while not self._over:
             self.struck[name] = (time.time(), self.full.step)
             try:
-                return getattr(self.acts, strike.fault.act)()
+                if strike.fault.act:
+                    getattr(self.acts, strike.fault.act)()
+                return
             except Exception as error:
                 self.struck.pop(name)
                 self.missed[name] = f"{type(error).__name__}: {error}"
@@ -110,6 +127,8 @@ class FullDriver:
 
     def _met(self, strike: Strike) -> bool:
         full = self.full
+        if strike.fault.at == "plan":
+            return (full.run.path / FOLDER / f"reached-{strike.fault.name}.json").exists()
         if strike.attempt > 1:  # while it recovers: another server or another attempt has been submitted
             return len(full.jobs()) > (2 if self.scenario.shape == SEPARATE else 1)
         if full.step < strike.step:
@@ -155,6 +174,12 @@ class FullDriver:
         if end != str(expected):
             problems.append(f"ended as {end or 'nothing'} ({self.full.outcome().get('reason')}), not as {expected}")
         first = self.scenario.strikes[0].fault
+        reason = str(self.full.outcome().get("reason"))
+        if end == End.FAILED and first.reason not in reason:
+            problems.append(f"failed without its cause: {reason}")
+        given_up = self.acts.given_up
+        if first.storage and not (given_up and all(given_up)):
+            problems.append(f"the supervisor did not give up: {given_up}")
         if first.name not in self.struck:
             problems.append(f"{first.name} was not met: {self.missed.get(first.name, 'the run was over')}")
         if redone and len(self.struck) == len(self.scenario.strikes) == 1 and not first.redoes:
@@ -180,10 +205,11 @@ class FullDriver:
 def run_full_scenario(bed: Bed, scenario: FullScenario, keep: bool = False) -> Result:
     """Run and judge one; its files stay only where something is wrong, or with `keep`."""
     name = f"chaos/full-{scenario.seed}"
-    shutil.rmtree(bed.shared / name, ignore_errors=True)
+    folder = bed.folder / scenario.storage / name
+    shutil.rmtree(folder, ignore_errors=True)
     result = FullDriver(bed, scenario, name).drive()
     if result.right and not keep:
-        shutil.rmtree(bed.shared / name, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     else:
-        print(f"seed {scenario.seed}: files in {bed.shared / name} ({RUN_ID})", file=sys.stderr)
+        print(f"seed {scenario.seed}: files in {folder} ({RUN_ID})", file=sys.stderr)
     return result

@@ -14,17 +14,20 @@ STEPS = (3, 12)  # at which a fault may strike; a run has about three times as m
 class FullFault:
     """
     Attributes:
-        act: a method of `tests.chaos.full_acts.FullActs`.
+        act: a method of `tests.chaos.full_acts.FullActs`; empty where `plan` does it.
         at: "step" (metrics have reached it), "save" (a checkpoint is begun and not sealed) or "delivery" (the learner says
-            that it delivers its weights), each at or after a step that is drawn.
+            that it delivers its weights), each at or after a step that is drawn; "plan": the supervisor has met `plan`.
         again: the roles that must be started again because of it, in separate jobs; None: not to be judged.
         saves: checkpoints that must be there before.
         settings: of the cluster profile that it needs.
         redoes: whether steps may have to be made again.
+        plan: a fault that the supervisor's process injects into itself (`tests.doubles.events`).
+        storage: of the bed that the run lies on, where that is not the shared one.
+        reason: what the outcome must say where the run fails.
     """
 
     name: str
-    act: str
+    act: str = ""
     at: str = "step"
     end: End = End.FINISHED
     again: frozenset[str] | None = LEARNER
@@ -33,6 +36,9 @@ class FullFault:
     saves: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     redoes: bool = True
+    plan: dict[str, Any] = field(default_factory=dict)
+    storage: str = ""
+    reason: str = ""
 
 
 FULL_FAULTS = (
@@ -57,9 +63,29 @@ FULL_FAULTS = (
     FullFault("learner node drained, then a rank killed", "drain_and_kill"),
     FullFault("short partition of the learner", "partition_short", again=NOTHING),
     FullFault("long partition of the learner", "partition_long", again=None),
+    FullFault("short partition of the server", "partition_short_server", again=NOTHING),
+    FullFault("long partition of the server", "partition_long_server", again=SERVER),
     FullFault("supervisor stopped longer than its lease", "stop_supervisor", again=NOTHING),
     FullFault("controller away", "controller_away", again=NOTHING),
+    FullFault("accounting away", "accounting_away", again=NOTHING),
     FullFault("slurmd restarted", "restart_slurmd", again=NOTHING),
+    FullFault(
+        "supervisor killed before its record",
+        at="plan",
+        again=NOTHING,
+        second=False,
+        plan={"event": "supervisor.record", "deeds": ["kill"], "where": {"role": "learner"}},
+    ),
+    FullFault("storage runs full", "storage_full", again=None, second=False, storage="limited"),
+    FullFault("storage refuses writes", "storage_refuses", again=None, second=False, storage="limited"),
+    FullFault(
+        "reward that always raises",
+        "spoil_reward",
+        end=End.FAILED,
+        again=None,
+        second=False,
+        reason="could not convert string to float",
+    ),
     FullFault("cancelled by a person", "cancel", end=End.CANCELLED, again=NOTHING),
     FullFault("job cancelled by a person", "scancel", end=End.CANCELLED, again=NOTHING),
 )
@@ -86,6 +112,10 @@ class FullScenario:
     @property
     def names(self) -> str:
         return " + ".join(strike.fault.name for strike in self.strikes)
+
+    @property
+    def storage(self) -> str:
+        return self.strikes[0].fault.storage or "shared"
 
     @property
     def profile(self) -> dict[str, Any]:

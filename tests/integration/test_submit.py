@@ -15,7 +15,7 @@ import pytest
 
 from cluster import entry
 from cluster.jobs import JobRecord, JobState, exit_record, latest_job, read_jobs, unrecorded_jobs
-from cluster.local_jobs import cancel_jobs, find_process, job_processes, job_view
+from cluster.local_jobs import cancel_jobs, find_process, job_processes, job_view, started
 from cluster.profile import ClusterError, ClusterProfile
 from cluster.submit import check_profile, describe, job_log, submit
 from slipstream.config_file import parse_config
@@ -162,7 +162,7 @@ def test_a_leader_that_raises_leaves_its_traceback(run: RunFolder, start: Callab
 def test_a_recycled_pid_is_not_the_job(run: RunFolder) -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        born = psutil.Process(other.pid).create_time()
+        born = started(psutil.Process(other.pid))
         job = JobRecord("r", "server", 1, "abc", "local", str(other.pid), os.uname().nodename, born - 100, 0.0, "")
         assert job_view(run, job).state is JobState.FAILED
         assert cancel_jobs([job], grace_s=0.1) == []

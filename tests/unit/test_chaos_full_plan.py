@@ -24,5 +24,6 @@ def test_some_meet_a_second_fault_some_of_them_while_they_recover() -> None:
 
 
 def test_everything_that_a_fault_asks_for_can_be_done() -> None:
-    assert all(callable(getattr(FullActs, fault.act, None)) for fault in FULL_FAULTS)
-    assert {fault.at for fault in FULL_FAULTS} == {"step", "save", "delivery"}
+    assert all(callable(getattr(FullActs, fault.act, None)) for fault in FULL_FAULTS if not fault.plan)
+    assert all((fault.at == "plan") == bool(fault.plan) != bool(fault.act) for fault in FULL_FAULTS)
+    assert {fault.at for fault in FULL_FAULTS} == {"step", "save", "delivery", "plan"}

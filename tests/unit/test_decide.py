@@ -470,3 +470,44 @@ def test_a_node_at_fault_twice_is_left_out_for_a_while() -> None:
     assert recovery.excluded([*faults, *once], 300.0, 600) == ("n3",)
     assert recovery.excluded(faults, 750.0, 600) == ()
     assert recovery.excluded(faults[:1], 150.0, 600) == ()
+
+
+def trains(now: float, counter: int, learner: JobView = RUNNING, step: int = 1, **values: object) -> Observation:
+    beat = Beat(counter, (1.0, float(step)), training=True, phase="training", step=step)
+    both: dict[str, object] = {"beats": {"server-0": Beat(counter), "learner": beat}}
+    return at(now, seen(learner=learner, incarnations={"server": "s", "learner": "l"}, **(both | values)))
+
+
+def test_a_beat_that_cannot_be_read_once_takes_nothing_back() -> None:
+    looks = [trains(t, t, step=t // 20) for t in range(0, 1000, 10)]
+    missed = at(1000, seen(beats={"server-0": Beat(1000)}, incarnations={"server": "s", "learner": "l"}))
+    assert after([*looks, missed], HEALING).actions == (Action(Kind.WAIT),)
+    assert after([*looks, missed, trains(1010, 1010, step=50)], HEALING).actions == (Action(Kind.WAIT),)
+
+
+@pytest.mark.parametrize("silent", ["learner", "server"])
+def test_what_was_suspended_begins_its_deadlines_anew(silent: str) -> None:
+    suspended = {silent: JobView(JobState.SUSPENDED)}
+    looks = [trains(t, t) for t in range(0, 40, 10)]
+    paused = [trains(t, t) for t in range(40, 4000, 10)]
+    paused = [replace(one, jobs={**one.jobs, **suspended}) for one in paused]
+    again = [trains(t, t) for t in range(4000, 4050, 10)]
+    assert after([*looks, *paused, *again], HEALING).actions == (Action(Kind.WAIT),)
+    stuck = after([*looks, *paused, *again, trains(4060, 4060)], HEALING)
+    assert stuck.actions == (Action(Kind.STOP, "learner"),)
+
+
+def test_a_server_that_takes_its_address_back_is_not_one_that_never_was_ready() -> None:
+    looks = [trains(t, t, step=t // 20) for t in range(0, 1000, 10)]
+    ending = [trains(t, t, step=t // 20, endpoint=False) for t in range(1000, 1040, 10)]
+    assert after([*looks, *ending], HEALING).actions == (Action(Kind.WAIT),)
+    ended = replace(trains(1040, 1040, step=50, endpoint=False), jobs={"server": DEAD, "learner": RUNNING})
+    assert "CUDA out of memory" in after([*looks, *ending, ended], HEALING).reason
+    never = [trains(t, t, step=t // 20, endpoint=False) for t in range(1000, 1120, 10)]
+    assert "was not ready" in after([*looks, *never], HEALING).reason
+
+
+def test_the_end_of_a_job_counts_once_though_two_leaders_recorded_it() -> None:
+    one = Fault(1.0, 1, "learner", recovery.DIED, 5, (), "", "job-a")
+    assert recovery.strikes((one, one), 5) == recovery.strikes((one,), 5) == 1
+    assert recovery.strikes((one, replace(one, job="job-b")), 5) == 3

@@ -1,6 +1,7 @@
 """A job whose time is up: what its leader makes of signals, how rank 0 hears of it, and what the feed then holds."""
 
 import queue
+from pathlib import Path
 
 import pytest
 
@@ -113,6 +114,26 @@ def test_before_the_first_heartbeat(run, orders):
     orders.hear("SIGTERM")
     orders.look(0.0)
     assert orders.left == 4
+
+
+@pytest.mark.parametrize("name", ["learner.json", "2.json"])
+def test_storage_that_stumbles_while_it_leaves_costs_no_steps(run, orders, name, monkeypatch):
+    training(run)
+    orders.hear("SIGUSR2")
+    orders.look(0.0)
+    read = Path.read_text
+
+    def read_text(self, *args, **kwargs):
+        if self.name == name:
+            raise OSError(5, "Input/output error")
+        return read(self, *args, **kwargs)
+
+    with monkeypatch.context() as stumbling:
+        stumbling.setattr(Path, "read_text", read_text)
+        orders.look(10.0)
+    assert (orders.stop, orders.left) == (None, None)
+    orders.look(20.0)
+    assert (orders.stop, orders.left) == (None, None)
 
 
 def test_a_job_that_was_replaced_stops(run, orders):

@@ -170,13 +170,26 @@ def test_a_leader_without_a_sign_is_blamed(others: Others) -> None:
     begin = 20 * PEER_SILENT_S
     for node in (1, 2):
         others.beat(node, 1)
-    assert others.peers.verdict(begin) is None
+    for part in range(4):
+        assert others.peers.verdict(begin + part * PEER_SILENT_S / 4) is None
     others.beat(1, 2)
     assert others.peers.verdict(begin + PEER_SILENT_S) is None
     others.beat(1, 3)
     code, reason = others.peers.verdict(begin + PEER_SILENT_S + 1) or (0, "")
     assert code == 1
     assert reason.startswith("node host2: the leader of node 2 gave no sign")
+
+
+def test_after_a_pause_of_all_nodes_nobody_is_blamed(others: Others) -> None:
+    """SLURM suspends whole jobs; the first to go on sees the old beats of the others."""
+    for node in (1, 2):
+        others.beat(node, 1)
+    assert others.peers.verdict(0.0) is None
+    assert others.peers.verdict(1.0) is None
+    assert others.peers.verdict(7200.0) is None
+    for part in range(1, 4):
+        assert others.peers.verdict(7200.0 + part * PEER_SILENT_S / 4) is None
+    assert others.peers.verdict(7201.0 + PEER_SILENT_S) is not None
 
 
 def test_storage_that_stumbles_here_blames_nobody(others: Others) -> None:

@@ -1,5 +1,6 @@
 """Files of a run: whole or not at all, private, fenced."""
 
+import errno
 import json
 import os
 import stat
@@ -250,3 +251,13 @@ def test_which_server_counts(tmp_path):
     assert run.endpoint(2)
     run.endpoint_file().write_text("{torn")
     assert run.endpoint(2) is None
+
+
+def test_a_file_that_cannot_be_read_is_not_one_that_is_not_there(tmp_path, monkeypatch):
+    def stale(self, *args, **kwargs):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    write_json(tmp_path / "a.json", {"x": 1})
+    monkeypatch.setattr(Path, "read_text", stale)
+    with pytest.raises(OSError, match="Stale"):
+        read_json(tmp_path / "a.json")

@@ -1,5 +1,6 @@
 """The leader where no server ever comes up: a stand-in command injects the fault."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def test_generated_tokens_are_summed_over_engines() -> None:
 
 def test_a_server_whose_learner_and_supervisor_are_gone_is_abandoned(tmp_path: Path) -> None:
     folder, _ = make_run(tmp_path)
-    abandoned = Abandoned(folder, 2)
+    abandoned = Abandoned(folder, 2, math.inf)
     late = ABANDONED_S + 1
     write_json(folder.heartbeat_file("supervisor"), {"counter": 1})
     assert [abandoned.look(t * late) for t in range(3)] == [False] * 3, "the learner lives"
@@ -106,12 +107,25 @@ def test_a_server_whose_learner_and_supervisor_are_gone_is_abandoned(tmp_path: P
     assert abandoned.look(8 * late + 1)
 
 
+def test_a_server_of_which_nobody_speaks_any_more_is_abandoned_after_a_longer_while(tmp_path: Path) -> None:
+    """The learner's leader was killed with its last words unsaid, or the learner waits in a queue that nobody looks at."""
+    folder, _ = make_run(tmp_path)
+    abandoned = Abandoned(folder, 1, 1800.0)
+    assert not abandoned.look(0)
+    assert not abandoned.look(1700)
+    write_json(folder.heartbeat_file("learner"), {"counter": 1})
+    assert [abandoned.look(t) for t in (1800, 3500)] == [False, False], "the learner lives"
+    write_json(folder.heartbeat_file("supervisor"), {"counter": 1})
+    assert [abandoned.look(t) for t in (3700, 5400)] == [False, False], "the supervisor lives"
+    assert abandoned.look(3700 + 1801)
+
+
 def test_a_server_is_kept_for_the_next_attempt_of_the_learner(tmp_path: Path) -> None:
     folder, _ = make_run(tmp_path)
     late = ABANDONED_S + 1
     write_json(folder.path / "exit" / "learner-aa.json", {"attempt": 1})
     assert [folder.begin_attempt(None, 0), folder.begin_attempt(None, 0)] == [1, 2]
-    abandoned = Abandoned(folder, 1)
+    abandoned = Abandoned(folder, 1, math.inf)
     assert [abandoned.look(t * late) for t in range(3)] == [False] * 3, "a newer attempt has begun"
     write_json(folder.path / "exit" / "learner-bb.json", {"attempt": 2})
     assert [abandoned.look(t * late) for t in range(3, 5)] == [False, True]

@@ -17,7 +17,8 @@ from cluster.profile import ClusterError, ClusterProfile
 from cluster.slurm_backend import SlurmBackend
 from cluster.slurm_states import SlurmJob
 from cluster.squeue import Queue, Snapshot
-from slipstream.run_folder import RunFolder, write_json
+from slipstream.run_folder import RunFolder, append_jsonl, write_json
+from tasks.stored import all_jobs
 
 
 @pytest.fixture(autouse=True)
@@ -270,3 +271,32 @@ def test_a_client_that_hangs_or_fails(
 def test_a_machine_without_slurm() -> None:
     with pytest.raises(ClusterError, match="there is no `no-such-client`"):
         call(["no-such-client"])
+
+
+@pytest.mark.parametrize("comment", ["slipstream:r:1:server:aa", ""])
+def test_a_job_without_a_record_is_stopped_too(run: RunFolder, monkeypatch: pytest.MonkeyPatch, comment: str) -> None:
+    """Whoever submitted it died before its record was written, or the disk was full."""
+    intent(run, 5)
+    (run.path / "intents" / "1-learner-cc.json").write_text("{")
+    append_jsonl(run.jobs_file(1), {"role": "learner", "of": "another version"})
+    ask = Asked(listed("RUNNING", comment=comment), listed("RUNNING", "8", "another job"))
+    calls = []
+
+    def call(argv: list[str], timeout_s: float = 60) -> str:
+        calls.append(argv)
+        if argv[:2] == ["scancel", "--signal=TERM"]:
+            ask.jobs = (listed("CANCELLED", comment=comment),)
+        return ""
+
+    monkeypatch.setattr(cluster.slurm_backend, "call", call)
+    assert [job.job_id for job in backend(ask).cancel(run, all_jobs(run))] == ["7"]
+    assert ["scancel", "--signal=TERM", "7"] in calls
+    assert not any("8" in argv for argv in calls)
+
+
+def test_a_number_that_is_given_again_brings_no_state_with_it(run: RunFolder) -> None:
+    ask = Asked(listed("FAILED"))
+    one = backend(ask, poll_s=0)
+    assert one.look(run, [record()])["aa"].state is JobState.FAILED
+    ask.error = "`squeue` did not answer"
+    assert one.look(run, [replace(record(), incarnation="bb")])["bb"].state is JobState.UNKNOWN

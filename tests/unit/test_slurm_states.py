@@ -7,10 +7,10 @@ from cluster.queue import HOPELESS, hopeless
 from cluster.slurm_states import STATES, expand_hosts, parse_sacct, parse_scontrol, parse_squeue, state_of, view_of
 
 SQUEUE = """\
-7|RUNNING|None|n[1-2]|slipstream-r1-server|slipstream:r1:1:server:aa11
-8|PENDING|JobHeldUser||slipstream-r1-learner|slipstream:r1:1:learner:bb22
-9|CANCELLED|JobHeldUser||x|
-10|PENDING|ReqNodeNotAvail, UnavailableNodes:n[3-4]||y|a|b
+7|RUNNING|None|n[1-2]|slipstream-r1-server|slipstream:r1:1:server:aa11|end
+8|PENDING|JobHeldUser||slipstream-r1-learner|slipstream:r1:1:learner:bb22|end
+9|CANCELLED|JobHeldUser||x||end
+10|PENDING|ReqNodeNotAvail, UnavailableNodes:n[3-4]||y|a|b|end
 """
 SCONTROL = (
     "JobId=1 JobName=my job UserId=bed1(58001) GroupId=bed1(58001) MCS_label=N/A Priority=4294901759 Nice=0 Account=(null) "
@@ -84,8 +84,30 @@ def test_squeue() -> None:
     assert parse_squeue(SQUEUE)[3].comment == "a|b"
 
 
+def test_other_jobs_of_the_user_do_not_hide_ours() -> None:
+    rows = [
+        "7+0|RUNNING|None|n1|het|",
+        "7+1|RUNNING|None|n2|het|",
+        "8_[1-3%2]|PENDING|Resources||array|",
+        "9_1|RUNNING|None|n3|array|two\n10|lines",
+        "11|RUNNING|None|n4|ours|slipstream:x",
+    ]
+    text = "CLUSTER: one\n" + "".join(f"{row}|end\n" for row in rows)
+    jobs = parse_squeue(text)
+    assert [job.job_id for job in jobs] == ["7+0", "7+1", "8_[1-3%2]", "9_1", "11"]
+    assert [job.comment for job in jobs[3:]] == ["two\n10|lines", "slipstream:x"]
+    assert parse_squeue("") == []
+
+
 @pytest.mark.parametrize(
-    "text", ["slurm_load_jobs error: Unable to contact", "1|RUNNING|None", "x|RUNNING|None|n1|a|b"]
+    "text",
+    [
+        "slurm_load_jobs error: Unable to contact",
+        "1|RUNNING|None",
+        "1|RUNNING|None|end",
+        "x|RUNNING|None|n1|a|b|end",
+        "1|RUNNING|None|n1|a|b|end\n2|RUNNING|No",
+    ],
 )
 def test_what_is_no_list_is_not_read_as_an_empty_one(text: str) -> None:
     with pytest.raises(ValueError, match="squeue"):

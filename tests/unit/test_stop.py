@@ -12,9 +12,11 @@ import pytest
 import tasks.prepare
 import tasks.records
 import tasks.stop
-from cluster.jobs import JOB_MARK, JobRecord, JobState, record_job
-from cluster.local_jobs import job_view
+from cluster.intents import write_intent, writer_lives
+from cluster.jobs import JOB_MARK, JobRecord, JobState, read_jobs, record_job
+from cluster.local_jobs import job_view, started
 from slipstream.run_folder import RunFolder
+from tasks import lease as leases
 from tasks.outcome import NothingToResume
 from tasks.stop import stop
 
@@ -40,7 +42,7 @@ def job(run):
     """A process of the run's learner job."""
     mark = {JOB_MARK: "run/a1/learner/abcd"}
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=mark)
-    record_job(run, record(run, child.pid, psutil.Process(child.pid).create_time()))
+    record_job(run, record(run, child.pid, started(psutil.Process(child.pid))))
     yield child
     child.kill()
     child.communicate()
@@ -70,3 +72,16 @@ def test_a_job_without_a_record_on_a_full_disk(run, monkeypatch, free, words):
     view = job_view(run, record(run, 2**22 + 1, 0.0))  # above the largest pid
     assert view.state is JobState.FAILED
     assert words in view.reason
+
+
+def test_a_step_of_the_clock_takes_no_live_process_for_gone(run, job, monkeypatch):
+    leases.claim(run)
+    intent = write_intent(run, "learner", 1, "abcd", "local", "start")
+    assert writer_lives(intent)
+    real = psutil.boot_time()
+    for module in (psutil, psutil._psplatform):
+        monkeypatch.setattr(module, "boot_time", lambda: real + 3600)
+    assert job_view(run, read_jobs(run, 1)[0]).state is JobState.RUNNING
+    assert writer_lives(intent)
+    assert leases.LeaseWatch(run, 60).look(0.0)
+    leases.release(run)
