@@ -72,6 +72,7 @@ class FullRun:
 
     Args:
         pace_s: seconds that the reward of a group takes; `pace` changes it.
+        environment: of the person who starts the commands, besides the usual.
         storage: of the bed: shared or limited.
     """
 
@@ -84,10 +85,12 @@ class FullRun:
         epochs: int = 1,
         pace_s: float = 0.0,
         profile: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
         storage: str = "shared",
         **sections: dict[str, Any],
     ) -> None:
         self.bed = bed
+        self._environment = {**ENVIRONMENT, **(environment or {})}
         self.folder = bed.folder / storage / name
         self.prompts, self.epochs = prompts, epochs
         self.folder.mkdir(parents=True)
@@ -134,7 +137,7 @@ class FullRun:
 
     def _popen(self, words: list[str]) -> "subprocess.Popen[str]":
         process = self.bed.popen(
-            "login", words, user=USER, cwd=str(ROOT), env=ENVIRONMENT, stdout=self._log, stderr=subprocess.STDOUT
+            "login", words, user=USER, cwd=str(ROOT), env=self._environment, stdout=self._log, stderr=subprocess.STDOUT
         )
         self.started.append(process)
         return process
@@ -250,9 +253,9 @@ class FullRun:
         """How many leaders there have been."""
         return newest_term(self.run)
 
-    def left(self, seconds: float = GONE_S) -> list[str]:
-        """Jobs and processes that are still there after a while."""
-        return left(self.bed, USER, seconds)
+    def left(self, seconds: float = GONE_S, meanwhile: Callable[[], None] = lambda: None) -> list[str]:
+        """Jobs and processes that are still there after a while. `meanwhile` is called at every look."""
+        return left(self.bed, USER, seconds, meanwhile)
 
     def findings(self) -> list[str]:
         """What the audit has to say against the run, and whether all prompts were settled."""

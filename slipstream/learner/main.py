@@ -145,7 +145,7 @@ def train(run: RunFolder, config: RunConfig, attempt: int, reporter: Any) -> dic
         reporter.left(trainer.state.global_step, left_reason(trainer.state.global_step, trainer.left))
         return None
     reporter.phase("saving", step=trainer.state.global_step)
-    trainer.save_model(str(run.output(attempt) / "final"))
+    trainer.save_final(run.output(attempt) / "final")
     return {
         "steps": trainer.state.global_step,
         "seconds": time.monotonic() - begun,

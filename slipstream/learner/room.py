@@ -35,10 +35,19 @@ def written_bytes(checkpoint: Path) -> int:
 
 def check_room(folder: Path, needed: int, step: int) -> None:
     """Raise NotWritten where `folder` has no room for a checkpoint of `needed` bytes. Nothing is written."""
+    _check(folder, needed, f"the checkpoint of step {step}", "the one before it is untouched")
+
+
+def check_final_room(folder: Path, model: Any) -> None:
+    """Raise NotWritten where `folder` has no room for the trained model. Nothing is written."""
+    _check(folder, estimated_bytes(model, None), "the trained model", "the last checkpoint is untouched")
+
+
+def _check(folder: Path, needed: int, what: str, left: str) -> None:
     free = free_bytes(folder)
     if free is None or free >= room_for(needed):
         return
     raise NotWritten(
-        f"the checkpoint of step {step} was not begun: it takes about {in_words(needed)}, and {folder} has "
-        f"{in_words(free)} free; the one before it is untouched: make room, then resume"
+        f"{what} was not begun: it takes about {in_words(needed)}, and {folder} has {in_words(free)} free; {left}: make "
+        "room, then resume"
     )

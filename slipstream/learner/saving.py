@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.pipeline import Pipeline
 from slipstream.learner.reporter import Reporter
-from slipstream.learner.room import check_room, estimated_bytes, written_bytes
+from slipstream.learner.room import check_final_room, check_room, estimated_bytes, written_bytes
 from slipstream.learner.sync import PolicySync
 from slipstream.metrics.window import Window
 from slipstream.run_folder import RunFolder, read_json, write_json
@@ -98,6 +98,23 @@ class Saving:
         self.accelerator.wait_for_everyone()
         self._saved_step = self.state.global_step
         self._window.add("perf/save_s", time.monotonic() - begun)
+
+    def save_final(self, folder: Path) -> None:
+        """Write the trained model to `folder`, whole or not at all. Raises NotWritten."""
+        if self._is_main:
+            check_final_room(folder.parent, self.model)
+        self.accelerator.wait_for_everyone()
+        try:
+            self.save_model(str(folder))  # type: ignore[attr-defined]
+        except Exception as error:
+            if not ckpt.is_write_failure(error):
+                raise
+            if self._is_main:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise ckpt.NotWritten(
+                f"the trained model could not be written to {folder}: {error}; the last checkpoint is untouched: make room, "
+                "then resume"
+            ) from error
 
     def _rotate(self, output_dir: Path, keep: int | None) -> None:
         run = RunFolder(self.args.run_dir) if self.args.run_dir else None

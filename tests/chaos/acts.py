@@ -17,6 +17,8 @@ from slurm.bed.machines import inside
 SHORT_S = 5.0
 AWAY_S = 15.0
 LONG_S = 60.0
+PREEMPTED_S = 60
+CANCELLED_S = 15.0  # from a cancel to the last process
 USER = "bed1"
 
 
@@ -25,7 +27,7 @@ class Acts:
 
     Args:
         start_supervisor: starts one more supervisor; `supervisors` are those started so far.
-        lease_s: after which a silent leader is succeeded.
+        lease_s: after which a silent leader is succeeded; `poll_s`: between two looks of the supervisor.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class Acts:
         start_supervisor: Callable[[], None],
         stop_run: Callable[[], "subprocess.Popen[str]"],
         lease_s: float,
+        poll_s: float,
     ) -> None:
         self.bed, self.run = bed, run
         self._supervisors, self._start = supervisors, start_supervisor
         self._stop_run = stop_run
-        self._lease_s = lease_s
-        self.cancelled_at: float | None = None
+        self._lease_s, self._poll_s = lease_s, poll_s
+        self.cancelled_at: float | None = None  # seconds since the epoch, where a person did it
+        self.within_s = 0.0  # that all must have ended by then
         self.given_up: list[int | None] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -86,10 +90,16 @@ class Acts:
         go.touch()
 
     def preempt(self, at: dict[str, Any], go: Path) -> None:
+        """With time enough between TERM and KILL to save, also on a busy machine."""
+        self._grace(PREEMPTED_S)
+        self._undo.append(lambda: self._grace(self.bed.description.grace_seconds))
         nodes = len(self.bed.description.node_names)
         command = ["sbatch", "-p", "main", f"-N{nodes}", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3"]
         self.bed.run("login", command, user="bed2")
         go.touch()
+
+    def _grace(self, seconds: int) -> None:
+        self.bed.command("scontrol", "update", "PartitionName=spot", f"GraceTime={seconds}")
 
     def supervisor_killed(self, at: dict[str, Any], go: Path) -> None:
         self._signal(signal.SIGKILL)
@@ -166,12 +176,20 @@ class Acts:
         self.mend()
 
     def cancel(self, at: dict[str, Any], go: Path) -> None:
-        self.cancelled_at = time.monotonic()
+        """From when the request is on storage: the command's own start is not what is promised."""
         self._stop_run()
+        end = time.monotonic() + LONG_S
+        while (request := read_json(self.run.cancel_file)) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        self._cancelled((request or {"time": time.time()})["time"], CANCELLED_S)
 
     def scancel(self, at: dict[str, Any], go: Path) -> None:
-        self.cancelled_at = time.monotonic()
-        self.bed.run("login", ["scancel", self._job("learner")], user=USER)
+        job = self._job("learner")
+        self._cancelled(time.time(), self._poll_s + CANCELLED_S)
+        self.bed.run("login", ["scancel", job], user=USER)
+
+    def _cancelled(self, when: float, within_s: float) -> None:
+        self.cancelled_at, self.within_s = when, within_s
 
     def _signal(self, number: signal.Signals) -> int | None:
         """To the newest supervisor."""

@@ -7,11 +7,12 @@ from slipstream.learner.checkpoint import latest_complete
 from slipstream.metrics.audit_records import audit_run
 from slipstream.metrics.audit_types import Audit
 from slipstream.run_folder import RunFolder, read_json
+from tests.chaos.again import restarts, wrong_restarts
 from tests.chaos.faults import End
 from tests.chaos.plan import Scenario
 from tests.doubles.events import FOLDER
 
-REASONS = {"storage full": "No space left", "reward that always raises": "out of luck"}
+REASONS = {"storage full": "No space left", "over quota": "quota exceeded", "reward that always raises": "out of luck"}
 
 
 def met(run: RunFolder, scenario: Scenario) -> dict[str, dict[str, Any]]:
@@ -57,8 +58,11 @@ def problems_of(run: RunFolder, scenario: Scenario) -> tuple[list[str], Audit]:
         problems.append("it is said to have finished, without a result")
     if kind == End.FINISHED and audit.settled != scenario.prompts * scenario.epochs:
         problems.append(f"{audit.settled} of {scenario.prompts * scenario.epochs} prompts settled")
-    if len(met(run, scenario)) == 0:
+    names = {injection.id: injection.fault for injection in scenario.injections}
+    struck = [names[name] for name in met(run, scenario)]
+    if not struck:
         problems.append("no fault was met")
+    problems += wrong_restarts(restarts(run), audit.redone, scenario, struck)
     if kind == End.FAILED and latest_complete(run) is None and audit.attempts[-1].reached >= 2 * scenario.save_steps:
         problems.append("no complete checkpoint is left")
     return problems, audit

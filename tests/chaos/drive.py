@@ -16,6 +16,7 @@ from slurm.bed.bed import ROOT
 from tests.bed_left import left
 from tests.chaos.acts import USER, Acts
 from tests.chaos.checks import end_of, expected_end, met, problems_of, recovery_times
+from tests.chaos.ending import Ending
 from tests.chaos.plan import GROUP, Scenario
 from tests.chaos.results import Result
 from tests.doubles.events import FOLDER, PLAN, events_of
@@ -23,6 +24,7 @@ from tests.doubles.events import SETTINGS as DOUBLES
 
 RUN_ID = "r"
 LEASE_S = 8.0
+POLL_S = 1.0
 PATIENCE_S = 420.0
 GONE_S = 15.0
 PYTHON = str(ROOT / ".venv" / "bin" / "python")
@@ -32,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "trainer": {"num_generations": GROUP, "save_total_limit": 3, "rollout_worker_timeout": 5.0, "max_staleness": 12},
     "server": {"gpus": 0, "startup_timeout": 90.0, "stall_timeout": 8.0},
     "learner": {"gpus": 0, "startup_timeout": 90.0, "step_timeout": 20.0, "sync_timeout": 25.0, "save_timeout": 20.0},
-    "recovery": {"backoff": 1.0, "backoff_max": 4.0, "lease": LEASE_S, "poll": 1.0, "heartbeat_timeout": 20.0},
+    "recovery": {"backoff": 1.0, "backoff_max": 4.0, "lease": LEASE_S, "poll": POLL_S, "heartbeat_timeout": 20.0},
 }
 PROFILE = {"executor": "slurm", "exclusive": True, "time_limit": 10, "signal_lead": 20, "client_timeout": 10}
 
@@ -79,7 +81,8 @@ class Driver:
             os.chown(path, uid, uid)
         self.run = RunFolder(folder / "runs" / RUN_ID)
         self.supervisors: list[subprocess.Popen[str]] = []
-        self.acts = Acts(bed, self.run, self.supervisors, self.start_supervisor, self.stop_run, LEASE_S)
+        self.acts = Acts(bed, self.run, self.supervisors, self.start_supervisor, self.stop_run, LEASE_S, POLL_S)
+        self.ending = Ending(bed, self.acts, USER)
         self.log = bed.shared / "chaos" / f"seed-{scenario.seed}.log"
         self._log = open(self.log, "w")  # noqa: SIM115
 
@@ -106,12 +109,13 @@ class Driver:
         try:
             if not self._until_ended(begun + PATIENCE_S):
                 problems.append(f"it did not end within {PATIENCE_S:.0f} s")
-            problems += [f"left {what}" for what in left(self.bed, USER, GONE_S)]
+            problems += [f"left {what}" for what in left(self.bed, USER, GONE_S, self.ending.look)]
         finally:
             self._over = True
             acting.join(90)
             self.acts.mend()
             self._clean()
+        problems += self.ending.problems()
         if self.scenario.storage and not (self.acts.given_up and all(self.acts.given_up)):
             problems.append(f"the supervisor did not give up: {self.acts.given_up}")
         if self.scenario.storage and "storage takes no writes" not in self.log.read_text():
@@ -123,6 +127,7 @@ class Driver:
     def _until_ended(self, deadline: float) -> bool:
         """Start another supervisor where the last has died before the run's end, as a person or a service would."""
         while time.monotonic() < deadline:
+            self.ending.look()
             if all(process.poll() is not None for process in self.supervisors):
                 if end_of(self.run)[0]:
                     return True
@@ -170,6 +175,8 @@ class Driver:
             attempts=attempts,
             redone=redone,
             seconds=round(seconds, 1),
+            ended_after_s=self.ending.after_s,
+            load=round(self.ending.load, 1),
             recovery_s={names[name]: round(value, 1) for name, value in times.items()},
         )
 

@@ -21,19 +21,19 @@ GRACE_S = 60
 class FullActs:
     """One method per act. `supervisors` are those started so far, the newest last."""
 
-    def __init__(self, run: FullRun, supervisors: list["subprocess.Popen[str]"], lease_s: float) -> None:
+    def __init__(self, run: FullRun, supervisors: list["subprocess.Popen[str]"], lease_s: float, poll_s: float) -> None:
         self.run, self.bed = run, run.bed
-        self._usual = Acts(run.bed, run.run, supervisors, self._another, self._stop, lease_s)
+        self.usual = Acts(run.bed, run.run, supervisors, self._another, self._stop, lease_s, poll_s)
         self._supervisors = supervisors
         self._undo: list[Callable[[], object]] = []
 
     @property
     def given_up(self) -> list[int | None]:
         """How the supervisors of a run ended whose storage failed."""
-        return self._usual.given_up
+        return self.usual.given_up
 
     def mend(self) -> None:
-        self._usual.mend()
+        self.usual.mend()
         while self._undo:
             self._undo.pop()()
 
@@ -61,7 +61,7 @@ class FullActs:
         signal_all(self.run.leader("server"), signal.SIGKILL)
 
     def power_off_server(self) -> None:
-        self._usual.power_off(self._host("server"), self._go())
+        self.usual.power_off(self._host("server"), self._go())
 
     # -- the learner
 
@@ -91,25 +91,25 @@ class FullActs:
         self.kill_rank_0()
 
     def drain_and_kill(self) -> None:
-        self._usual.drain(self._host("learner"), self._go())
+        self.usual.drain(self._host("learner"), self._go())
         self.kill_rank_0()
 
     # -- nodes, network, time, others
 
     def power_off_learner(self) -> None:
-        self._usual.power_off(self._host("learner"), self._go())
+        self.usual.power_off(self._host("learner"), self._go())
 
     def partition_short(self) -> None:
-        self._usual.partition_short(self._host("learner"), self._go())
+        self.usual.partition_short(self._host("learner"), self._go())
 
     def partition_long(self) -> None:
-        self._usual.partition_long(self._host("learner"), self._go())
+        self.usual.partition_long(self._host("learner"), self._go())
 
     def partition_short_server(self) -> None:
-        self._usual.partition_short(self._host("server"), self._go())
+        self.usual.partition_short(self._host("server"), self._go())
 
     def partition_long_server(self) -> None:
-        self._usual.partition_long(self._host("server"), self._go())
+        self.usual.partition_long(self._host("server"), self._go())
 
     def limit_time(self) -> None:
         self.run.limit_time("learner", 35)
@@ -125,36 +125,36 @@ class FullActs:
     # -- who leads, and SLURM
 
     def kill_supervisor(self) -> None:
-        self._usual.supervisor_killed({}, self._go())
+        self.usual.supervisor_killed({}, self._go())
 
     def stop_supervisor(self) -> None:
-        self._usual.supervisor_stopped({}, self._go())
+        self.usual.supervisor_stopped({}, self._go())
 
     def controller_away(self) -> None:
-        self._usual.controller_away({}, self._go())
+        self.usual.controller_away({}, self._go())
 
     def accounting_away(self) -> None:
-        self._usual.accounting_away({}, self._go())
+        self.usual.accounting_away({}, self._go())
 
     def restart_slurmd(self) -> None:
-        self._usual.slurmd_restarted(self._host("learner"), self._go())
+        self.usual.slurmd_restarted(self._host("learner"), self._go())
 
     # -- storage that is mended once the supervisor has given up, and what a person can do wrong
 
     def storage_full(self) -> None:
-        self._usual.storage_full({}, self._go())
+        self.usual.storage_full({}, self._go())
 
     def storage_refuses(self) -> None:
-        self._usual.storage_refuses({}, self._go())
+        self.usual.storage_refuses({}, self._go())
 
     def spoil_reward(self) -> None:
         self.run.pace("nonsense")
 
     def cancel(self) -> None:
-        self._usual.cancel({}, self._go())
+        self.usual.cancel({}, self._go())
 
     def scancel(self) -> None:
-        self._usual.scancel({}, self._go())
+        self.usual.scancel({}, self._go())
 
 
 def signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:

@@ -14,6 +14,7 @@ from slipstream.learner.checkpoint import MARKER
 from slipstream.metrics.audit_records import audit_run
 from slipstream.run_folder import write_json
 from slurm.bed import Bed
+from tests.chaos.ending import Ending
 from tests.chaos.faults import SEPARATE, End
 from tests.chaos.full_acts import FullActs, wait_a_little
 from tests.chaos.full_plan import FullScenario, Strike
@@ -22,6 +23,7 @@ from tests.doubles.events import FOLDER, PLAN
 from tests.full_stack import RUN_ID, USER, FullRun, steps_of
 
 LEASE_S = 10.0
+POLL_S = 1.0
 PACE_S = 0.25
 PROMPTS = 240
 PATIENCE_S = 900.0
@@ -31,7 +33,7 @@ PAUSE_S = 6.0  # steps come every second or two: such a gap is a recovery
 SECTIONS: dict[str, dict[str, Any]] = {
     "server": {"stall_timeout": 20.0},
     "learner": {"step_timeout": 120.0, "sync_timeout": 60.0, "save_timeout": 60.0},
-    "recovery": {"heartbeat_timeout": 45.0, "lease": LEASE_S},
+    "recovery": {"heartbeat_timeout": 45.0, "lease": LEASE_S, "poll": POLL_S},
 }
 
 
@@ -57,7 +59,8 @@ class FullDriver:
         write_json(plan := self.full.run.path.parent / PLAN, plans)
         os.chown(plan, bed.description.uid(USER), -1)
         self.supervisors: list[subprocess.Popen[str]] = []
-        self.acts = FullActs(self.full, self.supervisors, LEASE_S)
+        self.acts = FullActs(self.full, self.supervisors, LEASE_S, POLL_S)
+        self.ending = Ending(bed, self.acts.usual, USER)
         self.struck: dict[str, tuple[float, int]] = {}  # by fault: when, at which step
         self.missed: dict[str, str] = {}
         self._over = False
@@ -71,7 +74,8 @@ class FullDriver:
         try:
             if not self._until_ended(begun + PATIENCE_S):
                 problems.append(f"it did not end within {PATIENCE_S:.0f} s")
-            problems += [f"left {what}" for what in self.full.left(GONE_S)]
+            problems += [f"left {what}" for what in self.full.left(GONE_S, self.ending.look)]
+            problems += self.ending.problems()
         finally:
             self._over = True
             acting.join(120)
@@ -83,6 +87,7 @@ class FullDriver:
     def _until_ended(self, deadline: float) -> bool:
         """Start another supervisor where the last has died before the run's end, as a person or a service would."""
         while time.monotonic() < deadline:
+            self.ending.look()
             if all(process.poll() is not None for process in self.supervisors):
                 if self.full.outcome():
                     return True
@@ -143,7 +148,7 @@ class FullDriver:
             audit = audit_run(full.run)
             attempts, redone = len(audit.attempts), audit.redone
             problems += [f"audit: {finding}" for finding in full.findings()]
-            problems += self._wrong_ends(end)
+            problems += self._wrong_ends(end, redone)
         else:
             problems.append("there is no run")
         return Result(
@@ -157,10 +162,12 @@ class FullDriver:
             attempts=attempts,
             redone=redone,
             seconds=round(seconds, 1),
+            ended_after_s=self.ending.after_s,
+            load=round(self.ending.load, 1),
             recovery_s=self._recovery_times(),
         )
 
-    def _wrong_ends(self, end: str) -> list[str]:
+    def _wrong_ends(self, end: str, redone: int) -> list[str]:
         problems = []
         ends = {strike.fault.end for strike in self.scenario.strikes if strike.fault.name in self.struck}
         expected = next(iter(ends - {End.FINISHED}), End.FINISHED)
@@ -175,6 +182,8 @@ class FullDriver:
             problems.append(f"the supervisor did not give up: {given_up}")
         if first.name not in self.struck:
             problems.append(f"{first.name} was not met: {self.missed.get(first.name, 'the run was over')}")
+        if redone and len(self.struck) == len(self.scenario.strikes) == 1 and not first.redoes:
+            problems.append(f"{redone} steps were made again, none had to be")
         again = sorted(fault["role"] for fault in self.full.faults() if "role" in fault)
         alone = len(self.scenario.strikes) == 1 and self.scenario.shape == SEPARATE
         if alone and first.again is not None and again != sorted(first.again):

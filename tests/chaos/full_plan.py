@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.chaos.faults import BOTH, ONE, SEPARATE, End
+from tests.chaos.faults import BOTH, LEARNER, NOTHING, ONE, SEPARATE, SERVER, End
 
 TWO_FAULTS = 0.3
 STEPS = (3, 12)  # at which a fault may strike; a run has about three times as many
@@ -20,6 +20,7 @@ class FullFault:
         again: the roles that must be started again because of it, in separate jobs; None: not to be judged.
         saves: checkpoints that must be there before.
         settings: of the cluster profile that it needs.
+        redoes: whether steps may have to be made again.
         plan: a fault that the supervisor's process injects into itself (`tests.doubles.events`).
         storage: of the bed that the run lies on, where that is not the shared one.
         reason: what the outcome must say where the run fails.
@@ -29,26 +30,24 @@ class FullFault:
     act: str = ""
     at: str = "step"
     end: End = End.FINISHED
-    again: frozenset[str] | None = frozenset({"learner"})
+    again: frozenset[str] | None = LEARNER
     shapes: tuple[str, ...] = BOTH
     second: bool = True
     saves: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
+    redoes: bool = True
     plan: dict[str, Any] = field(default_factory=dict)
     storage: str = ""
     reason: str = ""
 
-
-NOTHING: frozenset[str] = frozenset()
-SERVER = frozenset({"server"})
 
 FULL_FAULTS = (
     FullFault("server process killed", "kill_server", again=SERVER),
     FullFault("rank 0 killed", "kill_rank_0"),
     FullFault("learner node loses power", "power_off_learner"),
     FullFault("supervisor killed", "kill_supervisor", again=NOTHING),
-    FullFault("time limit of the learner", "limit_time"),
-    FullFault("preemption of the learner", "preempt", second=False, settings={"partition": "spot"}),
+    FullFault("time limit of the learner", "limit_time", redoes=False),
+    FullFault("preemption of the learner", "preempt", second=False, settings={"partition": "spot"}, redoes=False),
     FullFault("rollout process killed", "kill_rollout", again=NOTHING),
     FullFault("another rank killed", "kill_rank"),
     FullFault("rank stopped", "stop_rank"),
@@ -62,7 +61,7 @@ FULL_FAULTS = (
     FullFault("learner leader killed", "kill_learner_leader"),
     FullFault("server leader killed", "kill_server_leader", again=SERVER),
     FullFault("learner node drained, then a rank killed", "drain_and_kill"),
-    FullFault("short partition of the learner", "partition_short", again=None),
+    FullFault("short partition of the learner", "partition_short", again=NOTHING),
     FullFault("long partition of the learner", "partition_long", again=None),
     FullFault("short partition of the server", "partition_short_server", again=NOTHING),
     FullFault("long partition of the server", "partition_long_server", again=SERVER),
@@ -87,8 +86,8 @@ FULL_FAULTS = (
         second=False,
         reason="could not convert string to float",
     ),
-    FullFault("cancelled by a person", "cancel", end=End.CANCELLED, again=None),
-    FullFault("job cancelled by a person", "scancel", end=End.CANCELLED, again=None),
+    FullFault("cancelled by a person", "cancel", end=End.CANCELLED, again=NOTHING),
+    FullFault("job cancelled by a person", "scancel", end=End.CANCELLED, again=NOTHING),
 )
 
 

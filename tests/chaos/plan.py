@@ -5,13 +5,14 @@ import random
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tests.chaos.faults import FAULTS, ONE, RECOVERING, SEPARATE, End, Fault
+from tests.chaos.faults import BY_NAME, FAULTS, ONE, RECOVERING, SEPARATE, End, Fault
 from tests.doubles.outcomes import num_steps
 
 GROUP = 3
 LEAST_STEP_S, MOST_STEP_S = 0.05, 14.0
 TWO_FAULTS = 0.3
 CANCEL_WHILE_RECOVERING = 0.08
+WHILE = " while it recovers"  # in the name of an injection
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,9 @@ def plan(seed: int, faults: tuple[Fault, ...] = FAULTS) -> Scenario:
 
 def scenario_of(fault: str, shape: str | None = None, second: str = "") -> Scenario:
     """The first scenario that meets this fault alone, or with `second` in its name."""
-    names = [one.name for one in FAULTS]
-    for seed in itertools.count(names.index(fault), len(names)):
-        found = plan(seed)
+    faults = FAULTS if BY_NAME[fault] in FAULTS else (BY_NAME[fault],)
+    for seed in itertools.count(faults.index(BY_NAME[fault]), len(faults)):
+        found = plan(seed, faults)
         fits = second in found.names if second else len(found.injections) == 1
         if fits and shape in (None, found.shape):
             return found
@@ -151,4 +152,4 @@ def _while_recovering(fault: Fault, draw: random.Random) -> Injection:
         "deeds": ["block", *fault.deeds],
         "always": False,
     }
-    return Injection("second", f"{fault.name} while it recovers", plan, fault.act, fault.end)
+    return Injection("second", f"{fault.name}{WHILE}", plan, fault.act, fault.end)

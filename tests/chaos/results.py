@@ -16,6 +16,8 @@ class Result:
         end: how the run ended, or "" where it did not within its time.
         met: which faults were met; the run may be over before a second one.
         problems: what is not as it must be; none: the run is right.
+        ended_after_s: seconds from a person's cancel to the last process of a job; None where nobody cancelled.
+        load: processes that waited for each core while it ended, at least 1: the seconds above are judged by it.
         recovery_s: by fault, seconds from the fault to the first step that the run had not done before.
     """
 
@@ -29,6 +31,8 @@ class Result:
     attempts: int = 0
     redone: int = 0
     seconds: float = 0.0
+    ended_after_s: float | None = None
+    load: float = 1.0
     recovery_s: dict[str, float] = field(default_factory=dict)
 
     @property

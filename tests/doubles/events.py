@@ -109,8 +109,9 @@ def _do(run: RunFolder, fault: dict[str, Any], deed: str, facts: dict[str, Any])
         raise Injected(f"injected at {fault['event']}: out of luck")
     elif deed == "exit":
         os._exit(int(fault.get("code", 3)))
-    elif deed == "enospc":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(facts.get("path", "")))
+    elif deed in ("enospc", "edquot"):
+        code = getattr(errno, deed.upper())
+        raise OSError(code, os.strerror(code), str(facts.get("path", "")))
     elif deed == "truncate":
         path = Path(facts["path"])
         os.truncate(path, path.stat().st_size // 2)

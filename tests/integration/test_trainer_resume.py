@@ -1,5 +1,6 @@
 """Checkpoints of the real trainer: stopped and resumed is the same training; a broken checkpoint is none."""
 
+import errno
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from transformers import TrainerCallback
 
 from slipstream.learner import checkpoint as ckpt
 from slipstream.learner.checkpoint import CheckpointError, RolloutState, complete_checkpoints, latest_complete
-from slipstream.learner.room import check_room, written_bytes
+from slipstream.learner.room import check_room, room_for, written_bytes
 from slipstream.metrics.audit import check_lines
 from slipstream.run_folder import RunFolder
 from tests.learner_replay import ReplayTrainer, snapshot
@@ -219,6 +220,41 @@ def test_a_checkpoint_that_has_no_room_is_not_begun(
     for path in tmp_path.glob("checkpoint-*"):
         ckpt.verify(path)
         assert asked[-1] == written_bytes(path) > asked[0]
+
+
+def test_the_trained_model_is_written_where_there_is_room_or_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = new_trainer(tmp_path, 2, save_total_limit=1)
+    trainer.train()
+    size = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
+    monkeypatch.setattr("slipstream.learner.room.free_bytes", lambda _: int(room_for(size)) - 1)
+    with pytest.raises(ckpt.NotWritten, match=r"the trained model was not begun: it takes about .* make room"):
+        trainer.save_final(tmp_path / "final")
+    assert not (tmp_path / "final").exists()
+    ckpt.verify(tmp_path / "checkpoint-2")
+    monkeypatch.setattr("slipstream.learner.room.free_bytes", lambda _: int(room_for(size)) + 1)
+    trainer.save_final(tmp_path / "final")
+    written = sum(path.stat().st_size for path in (tmp_path / "final").glob("*.safetensors"))
+    assert written == pytest.approx(size, rel=0.05), "what was expected"
+
+
+def test_a_trained_model_that_is_cut_short_by_the_quota_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = new_trainer(tmp_path, 2, save_total_limit=1)
+    trainer.train()
+
+    def full(folder: str) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(trainer, "save_model", full)
+    with pytest.raises(ckpt.NotWritten, match=r"the trained model could not be written.*quota exceeded"):
+        trainer.save_final(tmp_path / "final")
+    assert not (tmp_path / "final").exists()
+    ckpt.verify(tmp_path / "checkpoint-2")
 
 
 @pytest.fixture(scope="module")

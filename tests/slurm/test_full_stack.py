@@ -14,6 +14,7 @@ from cluster.recovery import LEFT, NODE
 from slipstream.run_folder import read_json
 from slurm.bed import Bed
 from tests.full_stack import FullRun, until
+from tests.secret_scan import leaks, places
 
 pytestmark = [pytest.mark.slurm, pytest.mark.integration, pytest.mark.timeout(1200)]
 
@@ -152,14 +153,34 @@ def left_at(run: FullRun, incarnation: str, at: int) -> None:
     assert run.run.fence(run.attempt)["step"] == record["left"]
 
 
-def test_a_person_stops_the_run(new_run: Callable[..., FullRun]) -> None:
-    run = new_run(prompts=400, pace_s=PACE_S, cluster={"shape": "one_allocation"})
-    supervisor = run.supervise()
+def test_a_person_stops_the_run_and_no_secret_is_where_others_could_read_it(
+    bed: Bed, new_run: Callable[..., FullRun]
+) -> None:
+    planted = {"HF_TOKEN": "planted-1b7e-hub", "WANDB_API_KEY": "planted-5c20-tracker"}
+    run = new_run(
+        prompts=400,
+        pace_s=PACE_S,
+        cluster={"shape": "one_allocation"},
+        profile={"keep_environment": ["HF_TOKEN"]},
+        environment=planted,
+    )
+    flow = run.train()
     run.reach(3, START_S)
+    secrets = {**planted, "the run's token": run.run.token_file.read_text().strip()}
+    environment = run.ranks()[0].environ()
+    assert environment["HF_TOKEN"] == planted["HF_TOKEN"], "what the profile names does reach the job"
+    assert "WANDB_API_KEY" not in environment
+    seen = places(bed, run)
+    for what in ("vllm.entrypoints", "slipstream.learner.main", "batch script", "/spool/", "_0_log.out", "/logs/"):
+        assert any(what in name or what.encode() in text for name, text in seen.items()), f"{what} was not looked at"
+    assert leaks(seen, secrets) == []
+
     stop = run.command("stop", str(run.run.path), "--why", "enough")
     assert run.wait(stop, 120) == 0
-    run.wait(supervisor, 120)
+    run.wait(flow, 120)
     assert run.left() == []
     assert (run.outcome()["kind"], run.attempt) == ("cancelled", 1)
     assert "enough" in run.outcome()["reason"]
     assert run.findings() == []
+    assert leaks(places(bed, run), secrets) == []
+    assert [path for path in (run.run.path / "secrets").rglob("*") if path.stat().st_mode & 0o077] == []

@@ -35,6 +35,7 @@ ROWS = [
     ("killed during a save", SEPARATE),
     ("checkpoint truncated", SEPARATE),
     ("storage full", SEPARATE),
+    ("over quota", SEPARATE),
     ("storage runs full", None),
     ("storage refuses writes", None),
     ("cancelled by a person", SEPARATE),
@@ -47,7 +48,8 @@ ROWS = [
 def test_recovery(bed: Bed, fault: str, shape: str | None) -> None:
     """The end state, the audit, and that no process or job is left; see `tests.chaos.checks`."""
     result = run_scenario(bed, scenario_of(fault, shape))
-    print(f"{fault}: {result.recovery_s or 'ended'}", file=sys.stderr)
+    ended = f"ended after {result.ended_after_s} s, load {result.load}" if result.ended_after_s is not None else "ended"
+    print(f"{fault}: {result.recovery_s or ended}", file=sys.stderr)
     assert result.met == [fault]
     assert result.problems == []
 
