@@ -69,6 +69,7 @@ class Observation:
         step: optimizer steps that the run has done, over all attempts.
         attempt: the newest.
         faults: of the run so far, oldest first.
+        told_to_leave: roles whose jobs we have asked to give their nodes back.
     """
 
     now: float
@@ -83,6 +84,7 @@ class Observation:
     step: int = 0
     attempt: int = 1
     faults: tuple[Fault, ...] = ()
+    told_to_leave: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,8 @@ def _fault(seen: Observation, policy: Policy, state: State) -> tuple[Fault, bool
         if role == "server" and learner_failed and view.state is JobState.FINISHED:
             continue  # it left after its learner
         kind, reason = _how_it_ended(role, view)
+        if kind == recovery.LEFT and role in seen.told_to_leave:
+            kind = recovery.RELEASED
         return fault(role, kind, reason, _at_fault(view)), view.final
     if any(view.state is JobState.UNKNOWN for view in seen.jobs.values()):
         return None  # nothing can be stopped or started either
@@ -302,7 +306,7 @@ def _waits_for_the_other(role: str, last: Fault | None, seen: Observation, polic
     if role == "server" and recovery.released(seen.faults, role) and learner is not None:
         if learner.state is not JobState.RUNNING:
             return "waiting for the cluster: the server starts once the learner's nodes are there"
-    if role == "learner" and last is not None and last.kind == recovery.LEFT:
+    if role == "learner" and last is not None and last.kind in (recovery.LEFT, recovery.RELEASED):
         if state.age("server waits", seen.now) > policy.max_idle_s:
             return "waiting for the cluster: the learner starts once the server's nodes are there"
     return ""

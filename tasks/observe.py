@@ -10,8 +10,10 @@ from cluster.jobs import JobRecord, JobState, JobView
 from cluster.queue import hopeless
 from slipstream.process import last_lines
 from slipstream.run_config import RunConfig
-from slipstream.run_folder import DamagedFile, RunFolder, read_object
+from slipstream.run_folder import DamagedFile, RunFolder, read_object, write_json
 from tasks.records import assignment, read_faults, run_step
+
+US = "supervisor"  # who asks a learner to leave
 
 OVER = frozenset({"ended", "finished", "left"})
 
@@ -141,6 +143,7 @@ def observe(
         step=run_step(run),
         attempt=attempt,
         faults=read_faults(run),
+        told_to_leave=frozenset(role for role, job in jobs.items() if _told_to_leave(run, job.incarnation)),
     )
 
 
@@ -149,6 +152,18 @@ def _result_of(run: RunFolder) -> Any:
     with contextlib.suppress(DamagedFile):
         return read_object(run.path / "result.json").get("attempt")
     return None
+
+
+def ask_to_leave(run: RunFolder, job: JobRecord, why: str, now: float) -> None:
+    """Tell a learner to save and leave, once."""
+    if not run.leave_file(job.incarnation).exists():
+        write_json(run.leave_file(job.incarnation), {"signal": US, "why": why, "time": now})
+
+
+def _told_to_leave(run: RunFolder, incarnation: str) -> bool:
+    with contextlib.suppress(DamagedFile):
+        return read_object(run.leave_file(incarnation)).get("signal") == US
+    return False
 
 
 def evidence(run: RunFolder, job: JobRecord | None, view: JobView | None, job_log: Any) -> tuple[str, str]:

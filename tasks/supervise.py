@@ -16,10 +16,10 @@ from cluster.slurm_backend import SlurmBackend
 from cluster.submit import job_log
 from slipstream.process import Heartbeat, new_incarnation
 from slipstream.run_config import RunConfig
-from slipstream.run_folder import RunFolder, write_json
+from slipstream.run_folder import RunFolder
 from tasks.interrupt import uninterrupted
 from tasks.lease import Lease, LeaseWatch, StepDown, held_lease, lead_if_free, release
-from tasks.observe import cancel_request, evidence, newest_attempt, observe, policy_of
+from tasks.observe import ask_to_leave, cancel_request, evidence, newest_attempt, observe, policy_of
 from tasks.outcome import Outcome, RunCancelled, RunFailed, outcome_of, read_outcome, write_outcome
 from tasks.records import assign, assigned_jobs, assignment, log_event, read_faults, record_fault, run_step
 from tasks.start import start_role
@@ -180,7 +180,8 @@ class Supervisor:
             elif action.kind is Kind.START and action.role and not self._start(action.role):
                 break
             elif action.kind is Kind.LEAVE and action.role:
-                self._ask_to_leave(action.role, decision.reason)
+                if (job := self._jobs.get(action.role)) is not None:
+                    ask_to_leave(self.run, job, decision.reason, time.time())
         return True
 
     def _storage_fails(self, decision: Decision, error: OSError) -> None:
@@ -230,11 +231,6 @@ class Supervisor:
             assign(self.run, newest_attempt(self.run), **{fault.role: None})
             if job is not None:
                 self.backend.cancel(self.run, [job])
-
-    def _ask_to_leave(self, role: str, why: str) -> None:
-        job = self._jobs.get(role)
-        if job is not None and not self.run.leave_file(job.incarnation).exists():
-            write_json(self.run.leave_file(job.incarnation), {"signal": "supervisor", "why": why, "time": time.time()})
 
     def _end(self, decision: Decision) -> Outcome:
         if decision.ending is Kind.FAIL:

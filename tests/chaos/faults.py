@@ -127,7 +127,11 @@ FAULTS: tuple[Fault, ...] = (
     _step("job cancelled by a person", act="scancel", end=End.CANCELLED, again=NOTHING),
 )
 # Not drawn by seeds, whose scenarios stay what they are: for the table's rows only.
-MORE = (Fault("over quota", "save.middle", ("edquot",), end=End.FAILED, steps=True, during_save=True, again=NOTHING),)
+MORE = (
+    Fault("over quota", "save.middle", ("edquot",), end=End.FAILED, steps=True, during_save=True, again=NOTHING),
+    Fault("no nodes for the learner", "server.start", act="nodes_come_back", again=SERVER, redoes=False),
+    Fault("no nodes for the server", "learner.start", act="nodes_come_back", redoes=False),
+)
 BY_NAME = {fault.name: fault for fault in (*FAULTS, *MORE)}
 
 # Events at which a second fault meets a run that recovers from the first.

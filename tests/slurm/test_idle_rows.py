@@ -10,7 +10,7 @@ from slipstream.run_folder import RunFolder, read_json, read_jsonl
 from slurm.bed import Bed
 from tasks.records import read_faults
 from tests.chaos.drive import RUN_ID, SETTINGS, run_scenario
-from tests.chaos.faults import SEPARATE, End
+from tests.chaos.faults import BY_NAME, SEPARATE, End
 from tests.chaos.plan import Injection, Scenario, scenario_of
 from tests.waiting import wait_until
 
@@ -31,10 +31,10 @@ def full(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> Bed:
     return bed
 
 
-def scenario(event: str, server_nodes: int, learner_nodes: int) -> Scenario:
-    """Nodes come back once this event was met, and something given back."""
-    plan = {"id": "first", "event": event, "where": {}, "deeds": [], "always": False}
-    injection = Injection("first", "no free nodes", plan, "nodes_come_back", End.FINISHED)
+def scenario(fault: str, server_nodes: int, learner_nodes: int) -> Scenario:
+    """Nodes come back once the fault's event was met, and something given back."""
+    plan = {"id": "first", "event": BY_NAME[fault].event, "where": {}, "deeds": [], "always": False}
+    injection = Injection("first", fault, plan, BY_NAME[fault].act, End.FINISHED)
     drawn = scenario_of("rank 0 killed", SEPARATE)
     return replace(drawn, server_nodes=server_nodes, learner_nodes=learner_nodes, injections=(injection,))
 
@@ -44,7 +44,7 @@ def run_of(bed: Bed, found: Scenario) -> RunFolder:
 
 
 def test_a_server_whose_learner_is_queued_is_released_and_comes_back_with_it(full: Bed) -> None:
-    planned = scenario("server.start", server_nodes=1, learner_nodes=1 + FREE)
+    planned = scenario("no nodes for the learner", server_nodes=1, learner_nodes=1 + FREE)
     result = run_scenario(full, planned, keep=True)
     assert result.problems == []
     run = run_of(full, planned)
@@ -56,12 +56,12 @@ def test_a_server_whose_learner_is_queued_is_released_and_comes_back_with_it(ful
 
 
 def test_a_learner_whose_server_is_queued_leaves_and_comes_back_after_it(full: Bed) -> None:
-    planned = scenario("learner.start", server_nodes=1 + FREE, learner_nodes=1)
+    planned = scenario("no nodes for the server", server_nodes=1 + FREE, learner_nodes=1)
     result = run_scenario(full, planned, keep=True)
     assert result.problems == []
     run = run_of(full, planned)
     first, *_ = read_faults(run)
-    assert (first.role, first.kind, first.step) == ("learner", recovery.LEFT, 0)
+    assert (first.role, first.kind, first.step) == ("learner", recovery.RELEASED, 0)
     record = read_json(run.exit_file("learner", first.job))
     assert record is not None
     assert (record["returncode"], record["left"]) == (0, 0)

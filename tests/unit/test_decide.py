@@ -313,6 +313,14 @@ def test_a_learner_that_saved_and_left_is_resumed() -> None:
     assert "saved at step 12" in decision.reason
 
 
+def test_a_learner_that_left_because_we_asked_for_its_nodes_is_no_strike() -> None:
+    left = view(JobState.FINISHED, "left before the first step: no server", returncode=0, left=0)
+    found = decide(replace(seen(learner=left), told_to_leave=frozenset({"learner"})), HEALING, State()).fault
+    assert found is not None
+    assert found.kind == recovery.RELEASED
+    assert recovery.strikes([replace(found, job=str(i)) for i in range(20)], 0) == 0
+
+
 def test_what_a_restart_cannot_help_ends_the_run() -> None:
     decision = decide(seen(learner=view(JobState.FAILED, "the disk is full", final=True)), HEALING, State())
     assert decision.ending is Kind.FAIL
@@ -452,10 +460,9 @@ def test_a_learner_that_waits_for_a_server_saves_and_leaves(state: JobState, wor
     found = after([*looks, at(302, waiting)], HEALING)
     assert found.actions == (Action(Kind.LEAVE, "learner"),)
     assert f"for a server that is {word}" in found.reason
-    gone = seen(
-        server=JobView(state), learner=None, endpoint=False, faults=(fault(kind=recovery.LEFT, step=5),), step=5
-    )
-    assert after([at(0, gone), at(301, gone)], HEALING).actions == (Action(Kind.WAIT),)
+    for kind in (recovery.LEFT, recovery.RELEASED):
+        gone = seen(server=JobView(state), learner=None, endpoint=False, faults=(fault(kind=kind, step=5),), step=5)
+        assert after([at(0, gone), at(301, gone)], HEALING).actions == (Action(Kind.WAIT),)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from slipstream.config_file import dump_config
 from slipstream.process import new_incarnation
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json, write_atomic, write_json
+from tasks.observe import ask_to_leave
 from tasks.records import assign, read_faults
 from tasks.supervise import Supervisor, at_once
 
@@ -95,8 +96,7 @@ def test_a_cancel_request_does_not_take_the_pauses_away(run: RunFolder, monkeypa
 def test_the_learner_is_told_once(run: RunFolder) -> None:
     incarnation = new_incarnation()
     assign(run, 1, learner=incarnation)
-    supervisor = Supervisor(run, None, 0.0)
-    supervisor._jobs = {"learner": SimpleNamespace(incarnation=incarnation)}  # type: ignore[dict-item]
-    supervisor._ask_to_leave("learner", "first")
-    supervisor._ask_to_leave("learner", "second")
+    job = SimpleNamespace(incarnation=incarnation)
+    ask_to_leave(run, job, "first", 1.0)  # type: ignore[arg-type]
+    ask_to_leave(run, job, "second", 2.0)  # type: ignore[arg-type]
     assert read_json(run.leave_file(incarnation))["why"] == "first"
