@@ -74,7 +74,7 @@ FULL_FAULTS = (
         at="plan",
         again=NOTHING,
         second=False,
-        plan={"event": "supervisor.record", "deeds": ["kill"], "where": {"role": "learner"}},
+        plan={"event": "supervisor.record", "deeds": ["kill"]},
     ),
     FullFault("storage runs full", "storage_full", again=None, second=False, storage="limited"),
     FullFault("storage refuses writes", "storage_refuses", again=None, second=False, storage="limited"),
