@@ -10,6 +10,7 @@ from typing import Any
 
 SEPARATE, ONE = "separate", "one_allocation"
 BOTH = (SEPARATE, ONE)
+RECORD = "supervisor.record"  # between a submission and its record
 
 NOTHING: frozenset[str] = frozenset()
 SERVER, LEARNER = frozenset({"server"}), frozenset({"learner"})
@@ -112,7 +113,7 @@ FAULTS: tuple[Fault, ...] = (
     # the supervisor
     _step("supervisor killed", act="supervisor_killed", lasts_s=6.0, again=NOTHING),
     _step("supervisor stopped longer than its lease", act="supervisor_stopped", lasts_s=20.0, again=NOTHING),
-    Fault("supervisor killed before its record", "supervisor.record", ("kill",), second=False, again=NOTHING),
+    Fault("supervisor killed before its record", RECORD, ("kill",), second=False, again=NOTHING),
     # SLURM
     _step("controller away", act="controller_away", lasts_s=20.0, again=NOTHING),
     _step("accounting away", act="accounting_away", lasts_s=20.0, again=NOTHING),

@@ -5,7 +5,7 @@ import random
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tests.chaos.faults import BY_NAME, FAULTS, ONE, RECOVERING, SEPARATE, End, Fault
+from tests.chaos.faults import BY_NAME, FAULTS, ONE, RECORD, RECOVERING, SEPARATE, End, Fault
 from tests.doubles.outcomes import num_steps
 
 GROUP = 3
@@ -79,6 +79,8 @@ def plan(seed: int, faults: tuple[Fault, ...] = FAULTS) -> Scenario:
     steps = num_steps(prompts * epochs, GROUP)
     met = [first]
     made = [_injection("first", first, draw, steps, save_steps, learner_nodes * ranks)]
+    if shape == ONE and first.event == RECORD:
+        made[0].plan["count"] = 1  # all is one job
     chance = draw.random()
     if first.end is End.FINISHED and chance < TWO_FAULTS:
         others = [f for f in faults if f.second and f.name != first.name and shape in f.shapes]
@@ -128,7 +130,7 @@ def _injection(name: str, fault: Fault, draw: random.Random, steps: int, save_st
     elif fault.steps:
         where["step"] = draw.randint(1, steps // 3 if fault.lasts_s else steps - 2)
     elif not fault.always:
-        plan["count"] = draw.randint(1, 2 if fault.event.startswith("supervisor") else steps // 2)
+        plan["count"] = draw.randint(1, 2 if fault.event == RECORD else steps // 2)
     deeds = [*(["block"] if fault.act else []), *fault.deeds]
     plan |= {"where": where, "deeds": deeds, "always": fault.always}
     return Injection(name, fault.name, plan, fault.act, fault.end)

@@ -10,7 +10,7 @@ from tests.chaos import results
 from tests.chaos.acts import Acts
 from tests.chaos.checks import recovery_times
 from tests.chaos.drive import write_files
-from tests.chaos.faults import BY_NAME, FAULTS, End
+from tests.chaos.faults import BY_NAME, FAULTS, RECORD, End
 from tests.chaos.plan import plan
 from tests.chaos.results import Result
 from tests.doubles.outcomes import num_steps
@@ -38,6 +38,7 @@ def test_a_scenario_can_meet_its_faults(seed: int) -> None:
     assert where.get("step", 1) <= scenario.steps
     assert where.get("step", 0) % scenario.save_steps == 0 or not BY_NAME[first.fault].during_save
     assert where.get("rank", 0) < scenario.world
+    assert scenario.shape == "separate" or first.plan["event"] != RECORD or first.plan["count"] == 1, "all is one job"
     assert not first.act or hasattr(Acts, first.act)
     assert first.end is End.FINISHED or len(scenario.injections) == 1, "what ends a run comes last"
 
