@@ -5,6 +5,9 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export DO_NOT_TRACK ?= 1
 export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+
 PY := .venv/bin/python
 SEED ?= 0
 REPORTS := .test-reports
@@ -28,15 +31,15 @@ test: setup  ## everything that runs here: unit tests, exactness of model and lo
 	@rm -rf $(REPORTS)
 	@$(MAKE) --no-print-directory lint
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --junitxml=$(REPORTS)/unit.xml tests/unit tests/model
-	@$(MAKE) --no-print-directory -j 2 --output-sync=line test-integration test-slurm; code=$$?; \
+	@$(MAKE) --no-print-directory -j 2 test-integration test-slurm; code=$$?; \
 	$(PY) -m tests.slowest $(REPORTS); exit $$code
 
 test-integration: setup  ## real servers, learners and flows on this machine
-	HF_HUB_OFFLINE=1 $(PY) -m pytest -v -n 2 --dist loadfile --junitxml=$(REPORTS)/integration.xml tests/integration
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -v -n 2 --dist loadfile --junitxml=$(REPORTS)/integration.xml tests/integration 2>&1 | (trap "" INT TERM; exec sed -u "s/^/integration: /")
 
 test-slurm: setup  ## runs on a real SLURM: the test bed (root, Debian), skipped with the reason where there can be none
 	@$(PY) slurm/testbed install --if-possible
-	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --junitxml=$(REPORTS)/slurm.xml -m "not full" tests/slurm
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --junitxml=$(REPORTS)/slurm.xml -m "not full" tests/slurm 2>&1 | (trap "" INT TERM; exec sed -u "s/^/slurm: /")
 
 test-full: test  ## besides, every row of the recovery table on the full stack (hours)
 	@$(PY) slurm/testbed install --if-possible

@@ -107,9 +107,8 @@ class TrainerSection(Section):
         title="Server timeout",
         gt=0,
         le=MOST_SECONDS,
-        description="Seconds for one call to the server, start-up included (in a run at least ten minutes more than "
-        "learner.sync_timeout, so that the run's own deadline comes first), and least seconds without any server until "
-        "the learner fails; while a supervisor may start one again it waits longer than recovery.heartbeat_timeout, "
+        description="Seconds for one call to the server, start-up included, and least seconds without any server "
+        "until the learner fails; while a supervisor may start one again it waits longer than recovery.heartbeat_timeout, "
         "recovery.backoff_max, recovery.max_idle_gpu_minutes and server.startup_timeout together.",
     )
 

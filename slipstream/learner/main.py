@@ -15,7 +15,7 @@ from slipstream.learner.failure import constructing, record_failure
 from slipstream.learner.leader import read_config
 from slipstream.learner.leave import left_reason
 from slipstream.learner.patience import server_patience_s
-from slipstream.learner.timeouts import collective_timeout, transport_timeout
+from slipstream.learner.timeouts import collective_timeout
 from slipstream.process import Heartbeat, die_with_parent, job_incarnation
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
@@ -71,7 +71,6 @@ def trainer_arguments(
         disable_tqdm=True,
         dataloader_pin_memory=False,
         vllm_server_base_url=endpoint["url"],
-        vllm_server_timeout=transport_timeout(config),
         server_patience=patience_s,
         vllm_server_token_file=str(run.token_file) if endpoint.get("authenticated") else None,
     )

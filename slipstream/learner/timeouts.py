@@ -1,4 +1,4 @@
-"""Time-outs of the libraries and transports that the learner uses: longer than the run's own deadlines, and derived from them."""
+"""Time-outs of the libraries that the learner uses: longer than the run's own deadlines, and derived from them."""
 
 import math
 
@@ -17,11 +17,6 @@ def collective_timeout(config: RunConfig, patience_s: float) -> int:
     section = config.learner
     deadlines = section.startup_timeout, section.step_timeout, section.sync_timeout, section.save_timeout
     return _after(*deadlines, patience_s)
-
-
-def transport_timeout(config: RunConfig) -> float:
-    """Seconds that a call to the server, or a phase of a delivery of weights, may take."""
-    return max(config.trainer.vllm_server_timeout, _after(config.learner.sync_timeout))
 
 
 def meeting_timeout(config: RunConfig) -> int:
