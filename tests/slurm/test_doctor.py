@@ -84,9 +84,12 @@ def test_a_profile_that_works(doctor: Doctor) -> None:
     assert re.search(r"ports +100 of 20000-20099 free", text), text
 
 
-def test_a_wrong_interface_and_a_secret_that_arrives(doctor: Doctor) -> None:
-    code, text = doctor({"host_interface": "ib9", "setup": [f"export HF_TOKEN={SECRET}"]}, *NO_SERVER)
-    assert code == 1
+def test_a_wrong_interface_and_a_secret_that_arrives(bed: Bed, doctor: Doctor) -> None:
+    file = bed.shared / "token-of-the-site"
+    file.write_text(SECRET)
+    file.chmod(0o644)
+    code, text = doctor({"host_interface": "ib9", "setup": [f"export HF_TOKEN=$(cat {file})"]}, *NO_SERVER)
+    assert code == 1, text
     assert (level_of(text, "interface"), level_of(text, "privacy")) == ("problem", "problem"), text
     assert "'ib9'" in text
     assert "HF_TOKEN" in text

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm.bed import Bed, BedError
+from slurm.bed import Bed, BedError, description
 from slurm.bed.machines import Process, inside, power_off, start_time
 from tests.waiting import wait_until
 
@@ -303,22 +303,15 @@ def test_a_killed_bed_is_cleaned_at_the_next_start(bed_folder: Path) -> None:
 
 
 def test_a_start_that_was_killed_is_cleaned_at_the_next(bed_folder: Path) -> None:
-    call = [
-        sys.executable,
-        str(ROOT / "slurm" / "testbed"),
-        "up",
-        "--dir",
-        str(bed_folder),
-        "--nodes",
-        "1",
-        "--no-accounting",
-    ]
+    # with the accounting it has seconds to go when it is killed
+    call = [sys.executable, str(ROOT / "slurm" / "testbed"), "up", "--dir", str(bed_folder), "--nodes", "1"]
     starting = subprocess.Popen(call, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_until(lambda: (bed_folder / "log" / "munged-n1.log").exists(), "the machines are there")
+        wait_until(lambda: (bed_folder / "log" / "munged-ctl.log").exists(), "the machines are there")
     finally:
         starting.kill()
         starting.wait()
+    assert not description.load(bed_folder).ready
     done = subprocess.run(call, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^n1 .* idle$", done.stdout, re.MULTILINE)
