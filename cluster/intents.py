@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from cluster.jobs import JobRecord
+from cluster.jobs import UNRECORDED, JobRecord, read_jobs
 from cluster.local_jobs import SAME_S, started
 from slipstream.run_folder import RunFolder, read_object, write_json
 
@@ -58,6 +58,19 @@ def open_intents(run: RunFolder, recorded: set[str]) -> list[dict[str, Any]]:
             intent = read_object(path, "time", "attempt")
             if intent.get("incarnation") and intent["incarnation"] not in recorded:
                 found.append(intent)
+    return found
+
+
+def unrecorded_jobs(run: RunFolder) -> list[JobRecord]:
+    """Jobs of which only the intent is on storage: whoever submitted them died in between. Found by their mark.
+
+    An intent that is damaged keeps nobody from stopping the others.
+    """
+    known = {job.incarnation for attempt in run.attempts() for job in read_jobs(run, attempt)}
+    found = []
+    for intent in open_intents(run, known):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found.append(record_of(run, intent, UNRECORDED))
     return found
 
 

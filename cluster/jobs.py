@@ -124,34 +124,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def unrecorded_jobs(run: RunFolder) -> list[JobRecord]:
-    """Jobs of which only the intent is on storage: whoever submitted them died in between. Found by their mark.
-
-    An intent that is damaged keeps nobody from stopping the others.
-    """
-    known = {job.incarnation for attempt in run.attempts() for job in read_jobs(run, attempt)}
-    found = []
-    for path in sorted((run.path / "intents").glob("*.json")):
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged one must not hide the others
-            intent = read_object(path)
-            if intent.get("incarnation") and intent["incarnation"] not in known:
-                found.append(
-                    JobRecord(
-                        run_id=run.run_id,
-                        role=str(intent["role"]),
-                        attempt=int(intent["attempt"]),
-                        incarnation=str(intent["incarnation"]),
-                        executor=str(intent["executor"]),
-                        job_id=UNRECORDED,
-                        host=str(intent["host"]),
-                        start_time=0.0,
-                        submitted=float(intent["time"]),
-                        why=str(intent["why"]),
-                    )
-                )
-    return found
-
-
 def latest_job(run: RunFolder, attempt: int, role: str) -> JobRecord | None:
     jobs = [job for job in read_jobs(run, attempt) if job.role == role]
     return jobs[-1] if jobs else None

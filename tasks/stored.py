@@ -6,7 +6,8 @@ from pathlib import Path
 
 from cluster.backend import Backend
 from cluster.backends import backend_of
-from cluster.jobs import JobRecord, read_jobs, unrecorded_jobs
+from cluster.intents import unrecorded_jobs
+from cluster.jobs import JobRecord, read_jobs
 from cluster.profile import ClusterError, ClusterProfile, load_profile
 from slipstream.config_file import ConfigError, load_config
 from slipstream.run_config import RunConfig

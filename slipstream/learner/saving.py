@@ -1,7 +1,9 @@
 """Checkpoints of a trainer: whole, with `rollout_state.json` and a seal, or not there at all."""
 
+import contextlib
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,25 +76,17 @@ class Saving:
         self.accelerator.wait_for_everyone()
         limit, self.args.save_total_limit = self.args.save_total_limit, None  # nothing older goes before this is sealed
         try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
-            self.accelerator.wait_for_everyone()
-            window = self._merged_window()
-            if self._pipeline is not None:
-                write_json(path / WINDOW_FILE, window.state())
-                self._pipeline.write_state(path, self.state.global_step, self._sync.version)
-                self.reporter.sync()
-                ckpt.seal(path)
-                self._saved_bytes = written_bytes(path)
-                self._rotate(path.parent, limit)
-        except Exception as error:
-            if not ckpt.is_write_failure(error):
-                raise
-            if self._is_main:
-                shutil.rmtree(path, ignore_errors=True)
-            raise ckpt.NotWritten(
-                f"the checkpoint of step {self.state.global_step} could not be written to {path}: {error}; the one before "
-                "it is untouched: make room, then resume"
-            ) from error
+            with self._whole(path, f"the checkpoint of step {self.state.global_step}", "the one before it"):
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                self.accelerator.wait_for_everyone()
+                window = self._merged_window()
+                if self._pipeline is not None:
+                    write_json(path / WINDOW_FILE, window.state())
+                    self._pipeline.write_state(path, self.state.global_step, self._sync.version)
+                    self.reporter.sync()
+                    ckpt.seal(path)
+                    self._saved_bytes = written_bytes(path)
+                    self._rotate(path.parent, limit)
         finally:
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
@@ -104,16 +98,21 @@ class Saving:
         if self._is_main:
             check_final_room(folder.parent, self.model)
         self.accelerator.wait_for_everyone()
-        try:
+        with self._whole(folder, "the trained model", "the last checkpoint"):
             self.save_model(str(folder))  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def _whole(self, path: Path, what: str, kept: str) -> Iterator[None]:
+        """What is cut short goes away. Raises NotWritten for what the storage did."""
+        try:
+            yield
         except Exception as error:
             if not ckpt.is_write_failure(error):
                 raise
             if self._is_main:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(path, ignore_errors=True)
             raise ckpt.NotWritten(
-                f"the trained model could not be written to {folder}: {error}; the last checkpoint is untouched: make room, "
-                "then resume"
+                f"{what} could not be written to {path}: {error}; {kept} is untouched: make room, then resume"
             ) from error
 
     def _rotate(self, output_dir: Path, keep: int | None) -> None:

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from cluster import entry
-from cluster.jobs import JobRecord, JobState, exit_record, latest_job, read_jobs, unrecorded_jobs
+from cluster.intents import unrecorded_jobs
+from cluster.jobs import JobRecord, JobState, exit_record, latest_job, read_jobs
 from cluster.local_jobs import cancel_jobs, find_process, job_processes, job_view, started
 from cluster.profile import ClusterError, ClusterProfile
 from cluster.submit import check_profile, describe, job_log, submit

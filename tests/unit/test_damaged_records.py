@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cluster.jobs import JobRecord, read_jobs, record_job, unrecorded_jobs
+from cluster.intents import unrecorded_jobs
+from cluster.jobs import JobRecord, read_jobs, record_job
 from flows.cli.main import main
 from slipstream.config_file import dump_config, parse_config
 from slipstream.run_folder import DamagedFile, RunFolder, append_jsonl, read_jsonl, read_object, write_json
