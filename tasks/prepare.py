@@ -1,6 +1,6 @@
 """Before anything is started: the configuration is checked, the run folder made, the run claimed."""
 
-import os
+import contextlib
 import socket
 import time
 from dataclasses import dataclass
@@ -11,12 +11,14 @@ from cluster.backends import backend_of
 from cluster.jobs import JobRecord
 from cluster.profile import ClusterError, ClusterProfile, load_profile
 from slipstream.config_file import ConfigError, Problem, dump_config
+from slipstream.instance import remember_root
 from slipstream.process import HEARTBEAT_INTERVAL_S
 from slipstream.run_config import RunConfig
-from slipstream.run_folder import RunFolder, new_run_id, read_object, write_atomic, write_json
+from slipstream.run_folder import RunFolder, new_run_id, read_object, write_atomic
 from tasks.interrupt import uninterrupted
 from tasks.lease import claim, release
 from tasks.observe import heartbeat, newest_attempt
+from tasks.origin import origin_here, write_origin
 from tasks.outcome import NothingToResume
 from tasks.records import forgive, log_event
 from tasks.start import next_attempt
@@ -62,7 +64,9 @@ def prepare(config: RunConfig, run_id: str | None = None) -> Prepared:
     notes = tuple(str(warning) for warning in check(config))
     run = RunFolder.create(config.storage.root, run_id or new_run_id(config.name))
     claim(run, config.recovery.lease)
-    write_json(run.path / "origin.json", {"cwd": os.getcwd(), "host": socket.gethostname(), "time": time.time()})
+    write_origin(run, origin_here())
+    with contextlib.suppress(OSError):  # a home that takes no writes keeps no run from starting
+        remember_root(run.path.parent)
     write_atomic(run.run_file, dump_config(config))
     attempt = run.begin_attempt(None, 0)
     log_event(run, attempt, "prepared")

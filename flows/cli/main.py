@@ -1,106 +1,17 @@
 """The command line: `slipstream`. Heavy imports happen inside the commands, so that --help is quick."""
 
-import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
-if TYPE_CHECKING:
-    from slipstream.run_folder import RunFolder
-
-HOME = Path(__file__).resolve().parents[2]
-SET = click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
-ROOT = click.option("--root", metavar="FOLDER", help="Storage root that RUN is looked up in.")
-
-
-def fail_plainly(command: Callable[..., int]) -> Callable[..., None]:
-    """Turn a command's result into the exit code, and errors into a message: 2 for a refusal, 1 for anything else."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        from cluster.profile import ClusterError
-        from slipstream.config_file import ConfigError
-        from slipstream.run_folder import RunFolderError
-        from tasks.outcome import NothingToResume
-
-        try:
-            code = command(*args, **kwargs)
-        except (ConfigError, RunFolderError, ClusterError, NothingToResume) as error:
-            click.echo(f"error: {error}", err=True)
-            code = 2
-        except RuntimeError as error:
-            home = "home directory" in str(error)  # of pathlib, for "~" and "~user"
-            way_out = "a path begins with ~, and nobody knows that home: write it in full, or set HOME"
-            click.echo(f"error: {way_out}" if home else f"error: {_text(error)}", err=True)
-            code = 2 if home else 1
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            code = 130
-        except click.ClickException:
-            raise
-        except OSError as error:
-            click.echo(f"error: {_storage_text(error)}", err=True)
-            code = 1
-        except Exception as error:
-            click.echo(f"error: {_text(error)}", err=True)
-            code = 1
-        sys.exit(code)
-
-    return run
-
-
-def _text(error: Exception) -> str:
-    name = type(error).__name__
-    return str(error) if name in PLAIN else f"{name}: {error}"
-
-
-def _storage_text(error: OSError) -> str:
-    """What the operating system refused, with the file and the way out."""
-    import errno
-
-    ways_out = {
-        errno.EACCES: "run it as the user that owns it, or mend its permissions",
-        errno.EPERM: "run it as the user that owns it, or mend its permissions",
-        errno.EROFS: "mount it so that it can be written, or choose another folder",
-        errno.ENOSPC: "make room there, and run the command again",
-        errno.EDQUOT: "make room in your quota, and run the command again",
-        errno.EISDIR: "a file belongs there: move the folder away",
-        errno.ENOTDIR: "a folder belongs there: move the file away",
-        errno.ENAMETOOLONG: "choose a shorter name",
-    }
-    way_out = ways_out.get(error.errno or 0, "look at the storage")
-    if error.filename is None or error.strerror is None:
-        return f"{error.strerror or error}: {way_out}"
-    name = str(error.filename2 or error.filename)
-    return f"{name if len(name) <= 300 else name[:299] + '…'}: {error.strerror}: {way_out}"
-
-
-PLAIN = ("RunFailed", "RunCancelled", "PrefectUnavailable", "CommandError")
+from flows.cli import clean, front, reconcile, schedule, sweep
+from flows.cli.plain import HOME, ROOT, SET, fail_plainly, find_run
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="slipstream-rl")
 def main() -> None:
     """Train language models by asynchronous reinforcement learning."""
-
-
-def find_run(name: str, root: str | None) -> "RunFolder":
-    """The run at a path, or with an id under the storage root. Raises RunFolderError."""
-    from slipstream.run_config import StorageSection
-    from slipstream.run_folder import RUN_FILE, RunFolder, RunFolderError
-
-    storage = Path(root or StorageSection().root).expanduser()
-    for path in (Path(name).expanduser(), storage / name):
-        if (path / RUN_FILE).is_file():
-            return RunFolder.open(path)
-    known = sorted(path.parent.name for path in storage.glob(f"*/{RUN_FILE}"))
-    raise RunFolderError(
-        f"there is no run {name!r}: neither a run folder at that path nor a run of that id in {storage.absolute()}"
-        + (f" (the newest there: {', '.join(known[-3:])})" if known else " (which holds no run); --root names another")
-    )
 
 
 @main.command()
@@ -278,3 +189,15 @@ def doctor(profile: str, config: Path | None, overrides: tuple[str, ...], no_job
     from flows.cli.doctor import doctor as examine
 
     return examine(profile, config, overrides, not no_job, wait_s)
+
+
+for command in (
+    front.up,
+    front.down,
+    front.deploy,
+    reconcile.reconcile,
+    sweep.sweep,
+    schedule.schedule,
+    clean.clean,
+):
+    main.add_command(command)

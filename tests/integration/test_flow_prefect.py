@@ -1,79 +1,22 @@
 """The flow against a Prefect server that runs, and called as a plain function."""
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import psutil
 import pytest
 
 from cluster.local_jobs import cancel_jobs, job_processes
-from slipstream.process import last_lines, spawn, stop
+from slipstream.process import last_lines
 from slipstream.run_folder import RunFolder, read_json
 from tasks.stored import all_jobs
+from tests.prefect_server import PASSWORD, PATIENCE_S, ROOT, STANDINS, PrefectServer, ask, environment
 
 pytestmark = pytest.mark.integration
-
-ROOT = Path(__file__).resolve().parents[2]
-STANDINS = ROOT / "tests" / "standins"
-PASSWORD = "tester:not-a-real-secret"
-PATIENCE_S = 180
-
-
-def environment(**more: str) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    return clean | {
-        "PYTHONPATH": f"{STANDINS}:{ROOT}",
-        "HF_HUB_OFFLINE": "1",
-        "DO_NOT_TRACK": "1",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        **more,
-    }
-
-
-class PrefectServer:
-    """A `prefect server start` that asks for a password, on a port that it keeps."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}/api"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> "PrefectServer":
-        argv = [sys.executable, "-m", "prefect", "server", "start", "--no-ui"]
-        argv += ["--host", "127.0.0.1", "--port", str(self._port)]
-        settings = {
-            "PREFECT_HOME": str(self.home),
-            "PREFECT_SERVER_API_AUTH_STRING": PASSWORD,
-            "PREFECT_API_AUTH_STRING": PASSWORD,
-        }
-        self._process = spawn(argv, self.home / "server.log", environment(**settings))
-        end = time.monotonic() + PATIENCE_S
-        while not self._answers():
-            assert self._process.poll() is None, last_lines(self.home / "server.log")
-            assert time.monotonic() < end, "the Prefect server did not start"
-            time.sleep(0.2)
-        return self
-
-    def _answers(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def kill(self) -> None:
-        if self._process is not None:
-            stop(self._process, 0)
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +27,6 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.start().url
     finally:
         server.kill()
-
-
-def ask(url: str, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    user, _, secret = PASSWORD.partition(":")
-    response = httpx.post(f"{url}/{route}", json=body, auth=(user, secret), trust_env=False)
-    response.raise_for_status()
-    return list(response.json())
 
 
 @pytest.mark.parametrize(

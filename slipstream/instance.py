@@ -1,0 +1,61 @@
+"""Whose runs these are: the instance id that job comments, Prefect objects and reconciliation are scoped by.
+
+One person on one Prefect server is one instance. Its state (the server's password, logs, the storage roots that it has
+used) lies in a folder of its own, which nobody else can read.
+"""
+
+import getpass
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from slipstream.run_folder import read_object, write_json
+
+INSTANCE_ENV = "SLIPSTREAM_INSTANCE"
+HOME_ENV = "SLIPSTREAM_HOME"
+VALID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")
+
+
+class InstanceError(Exception):
+    """An instance id that cannot be one."""
+
+
+def instance_id(given: str | None = None) -> str:
+    """The id of this instance: `given`, else $SLIPSTREAM_INSTANCE, else the user's name. Raises InstanceError."""
+    value = given or os.environ.get(INSTANCE_ENV) or re.sub(r"[^A-Za-z0-9_-]", "-", _user())[:32]
+    if not VALID.match(value):
+        raise InstanceError(
+            f"the instance id {value!r} is not possible: letters, digits, '_' and '-', at most 32 (--instance, or "
+            f"{INSTANCE_ENV} in the environment)"
+        )
+    return value
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # no name for this uid, and none in the environment
+        return f"uid{os.getuid()}"
+
+
+def home() -> Path:
+    """$SLIPSTREAM_HOME, or ~/.slipstream; made with mode 0700."""
+    folder = Path(os.environ.get(HOME_ENV) or "~/.slipstream").expanduser().absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def remember_root(root: Path) -> None:
+    """Note a storage root that runs are made in, so that reconciliation looks there. Raises OSError."""
+    text = str(root.absolute())
+    path = home() / "roots" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if not path.exists():
+        write_json(path, {"root": text})
+
+
+def known_roots() -> list[Path]:
+    """Storage roots that were noted and that are there."""
+    found = [Path(str(read_object(path).get("root", ""))) for path in (home() / "roots").glob("*.json")]
+    return sorted(path for path in found if path.is_absolute() and path.is_dir())

@@ -1,0 +1,56 @@
+"""Where a run comes from: `origin.json`, written before anything else of it."""
+
+import getpass
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from slipstream.instance import instance_id
+from slipstream.run_folder import RunFolder, read_object, write_json
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a run was started.
+
+    Attributes:
+        cwd: folder that it was started in; relative paths of its configuration start there.
+        host, user, time: of the process that made it (`time`: of that host's clock, seconds).
+        instance: whose it is (`slipstream.instance`).
+        flow_run: id of the Prefect flow run that leads it; "" where it has none that a worker could start again.
+        deployment: id of that flow run's deployment, or "".
+        sweep: id of the sweep that it is a cell of, or "".
+    """
+
+    cwd: str = "."
+    host: str = ""
+    user: str = ""
+    time: float = 0.0
+    instance: str = ""
+    flow_run: str = ""
+    deployment: str = ""
+    sweep: str = ""
+
+
+def origin_here(flow_run: str = "", deployment: str = "", sweep: str = "") -> Origin:
+    """An origin of this process, now."""
+    host, user, instance = socket.gethostname(), getpass.getuser(), instance_id()
+    return Origin(os.getcwd(), host, user, time.time(), instance, flow_run, deployment, sweep)
+
+
+def origin_file(run: RunFolder) -> Path:
+    return run.path / "origin.json"
+
+
+def write_origin(run: RunFolder, origin: Origin) -> None:
+    """Raises OSError."""
+    write_json(origin_file(run), asdict(origin))
+
+
+def read_origin(run: RunFolder) -> Origin:
+    """What was written; defaults for what an older run does not say. Raises DamagedFile."""
+    value = read_object(origin_file(run), "time")
+    texts = {f.name: value[f.name] for f in fields(Origin) if f.name != "time" and isinstance(value.get(f.name), str)}
+    return Origin(**texts, time=float(value.get("time") or 0.0))

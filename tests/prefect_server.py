@@ -1,0 +1,74 @@
+"""A real Prefect server for tests, on a port that it keeps, so that it can be killed and started again."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from slipstream.process import last_lines, spawn, stop
+
+ROOT = Path(__file__).resolve().parents[1]
+STANDINS = ROOT / "tests" / "standins"
+PASSWORD = "tester:not-a-real-secret"
+PATIENCE_S = 180
+
+
+def environment(**more: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return clean | {
+        "PYTHONPATH": f"{STANDINS}:{ROOT}",
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        **more,
+    }
+
+
+class PrefectServer:
+    """A `prefect server start` that asks for a password, on a port that it keeps."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}/api"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> "PrefectServer":
+        argv = [sys.executable, "-m", "prefect", "server", "start", "--no-ui"]
+        argv += ["--host", "127.0.0.1", "--port", str(self._port)]
+        settings = {
+            "PREFECT_HOME": str(self.home),
+            "PREFECT_SERVER_API_AUTH_STRING": PASSWORD,
+            "PREFECT_API_AUTH_STRING": PASSWORD,
+        }
+        self._process = spawn(argv, self.home / "server.log", environment(**settings))
+        end = time.monotonic() + PATIENCE_S
+        while not self._answers():
+            assert self._process.poll() is None, last_lines(self.home / "server.log")
+            assert time.monotonic() < end, "the Prefect server did not start"
+            time.sleep(0.2)
+        return self
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def kill(self) -> None:
+        if self._process is not None:
+            stop(self._process, 0)
+
+
+def ask(url: str, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    user, _, secret = PASSWORD.partition(":")
+    response = httpx.post(f"{url}/{route}", json=body, auth=(user, secret), trust_env=False)
+    response.raise_for_status()
+    return list(response.json())
