@@ -1,0 +1,220 @@
+"""Prefect's UI as a person uses it: pages, found by their roles, labels and texts (the second UI of Prefect 3.9)."""
+
+import json
+import re
+from typing import Any
+
+from playwright.sync_api import Locator, Page, expect
+
+from tests.browser.form import RunForm
+
+
+class Ui:
+    """The UI of one server. `base`: its address without a path."""
+
+    def __init__(self, page: Page, base: str) -> None:
+        self.page = page
+        self.base = base
+
+    def login(self, auth: str) -> None:
+        """Give the server's basic-auth string where it asks for one."""
+        self.page.goto(self.base)
+        box = self.page.get_by_placeholder("admin:pass")
+        inside = self.page.get_by_role("link", name="Deployments")
+        expect(box.or_(inside)).to_be_visible()
+        if box.is_visible():
+            box.fill(auth)
+            self.page.get_by_role("button", name="Login").click()
+        expect(inside).to_be_visible()
+
+    def deployments(self) -> list[str]:
+        """Names of the deployments on the first page of the list."""
+        self._to_deployments()
+        return self.page.get_by_role("main").locator("tbody tr").get_by_role("link").all_inner_texts()[::2]
+
+    def deployment(self, name: str) -> "DeploymentPage":
+        """Search the list for a deployment ("alice.demo") and open it."""
+        self._to_deployments()
+        self.page.get_by_placeholder("Search deployments").fill(name)
+        link = self.page.get_by_role("main").get_by_role("link", name=name, exact=True)
+        self.page.goto(f"{self.base}{link.get_attribute('href')}")  # a click is lost while the list is drawn again
+        return DeploymentPage(self.page, name)
+
+    def _to_deployments(self) -> None:
+        self.page.get_by_role("link", name="Deployments", exact=True).first.click()
+        expect(self.page.get_by_role("main").locator("tbody tr").first).to_be_visible()
+
+    def flow_run(self, flow_run_id: str) -> "FlowRunPage":
+        self.page.goto(f"{self.base}/v2/runs/flow-run/{flow_run_id}")
+        return FlowRunPage(self.page)
+
+
+class DeploymentPage:
+    """A deployment: its runs, parameters and schedule."""
+
+    def __init__(self, page: Page, name: str) -> None:
+        self.page = page
+        self.main = page.get_by_role("main")
+        expect(self.main.get_by_label("breadcrumb").first).to_contain_text(name)
+        expect(self.main.get_by_role("button", name="Run", exact=True)).to_be_visible()
+
+    def custom_run(self) -> RunForm:
+        self._run_menu("Custom run")
+        return RunForm(self.page)
+
+    def quick_run(self) -> "FlowRunPage":
+        self._run_menu("Quick run")
+        return self.started()
+
+    def _run_menu(self, item: str) -> None:
+        self.main.get_by_role("button", name="Run", exact=True).click()
+        self.page.get_by_role("menuitem", name=item).click()
+
+    def started(self) -> "FlowRunPage":
+        """The page of the run that was just submitted."""
+        self.page.get_by_role("link", name="View run").last.click()
+        return FlowRunPage(self.page)
+
+    def schedule(self) -> "Schedule":
+        return Schedule(self.main.get_by_role("complementary"))
+
+
+class Schedule:
+    """The one schedule of a deployment, at the side of its page."""
+
+    def __init__(self, side: Locator) -> None:
+        self.toggle = side.get_by_role("switch", name=re.compile("^toggle "))
+        expect(self.toggle).to_have_count(1)
+
+    @property
+    def text(self) -> str:
+        """Like "At 02:00 AM"."""
+        return (self.toggle.get_attribute("aria-label") or "").removeprefix("toggle ")
+
+    @property
+    def active(self) -> bool:
+        return self.toggle.is_checked()
+
+    def pause(self) -> None:
+        self._set(False)
+
+    def resume(self) -> None:
+        self._set(True)
+
+    def _set(self, on: bool) -> None:
+        assert self.active is not on, "the schedule is so already"
+        self.toggle.click()
+        expect(self.toggle).to_be_checked(checked=on)
+
+
+class FlowRunPage:
+    """The page of a run."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.main = page.get_by_role("main")
+        expect(self.main.get_by_role("tab", name="Artifacts")).to_be_visible()
+
+    @property
+    def flow_run_id(self) -> str:
+        found = re.search(r"/flow-run/([0-9a-f-]{36})", self.page.url)
+        assert found, self.page.url
+        return found[1]
+
+    @property
+    def name(self) -> str:
+        return self.main.get_by_label("breadcrumb").first.locator("[aria-current=page]").last.inner_text()
+
+    def _head(self) -> Locator:
+        """The line under the name: the state, since when, how long."""
+        return self.main.get_by_label("breadcrumb").first.locator("xpath=following-sibling::*[1]")
+
+    @property
+    def state(self) -> str:
+        """Name of the state, as it is shown now."""
+        return self._head().inner_text().split("\n")[0].strip()
+
+    def wait_state(self, *names: str, seconds: float = 180) -> str:
+        """Watch the page, which refreshes itself, until it shows one of these states."""
+        expect(self._head()).to_have_text(re.compile(f"^({'|'.join(names)})"), timeout=seconds * 1000)
+        return self.state
+
+    def tab(self, name: str) -> Locator:
+        self.main.get_by_role("tab", name=name, exact=True).click()
+        panel = self.main.get_by_role("tabpanel", name=name, exact=True)
+        expect(panel).to_be_visible()
+        return panel
+
+    def detail(self, term: str) -> str:
+        """A value of the Details tab, like "State Message" or "Run Count"; "" where there is none."""
+        panel = self.tab("Details")
+        found = panel.locator(f'xpath=.//dt[normalize-space()="{term}"]/following-sibling::dd[1]')
+        return found.inner_text() if found.count() else ""
+
+    def parameters(self) -> dict[str, Any]:
+        """The run's parameters, by the button that copies them: the page itself draws only what fits."""
+        self.tab("Parameters").get_by_role("button", name="Copy parameters").click()
+        return dict(json.loads(self.page.evaluate("navigator.clipboard.readText()")))
+
+    def subflow_runs(self) -> list[str]:
+        """Names of the runs that this one has started."""
+        panel = self.tab("Subflow Runs")
+        links = panel.locator('a[href*="/runs/flow-run/"]')
+        expect(links.first).to_be_visible()
+        return links.all_inner_texts()
+
+    def artifacts(self, at_least: int = 1) -> dict[str, str]:
+        """Type of each artifact by its key, once there are so many."""
+        cards = self.tab("Artifacts").get_by_role("link")
+        expect(cards.nth(at_least - 1)).to_be_visible()
+        texts = [card.inner_text().split("\n") for card in cards.all()]
+        return {lines[1].strip(): lines[0].strip().lower() for lines in texts}
+
+    def artifact(self, key: str) -> "ArtifactPage":
+        heading = self.page.get_by_role("heading", name=key, exact=True)
+        self.tab("Artifacts").get_by_role("link").filter(has=heading).click()
+        return ArtifactPage(self.page, key)
+
+    def cancel(self) -> None:
+        """Through the page's menu, and its question."""
+        self._menu("Cancel")
+        question = self.page.get_by_role("alertdialog", name="Cancel Flow Run")
+        question.get_by_role("button", name="Cancel Flow Run").click()
+        expect(question).to_be_hidden()
+
+    def retry(self) -> None:
+        """Through the page's menu, and its question."""
+        self._menu("Retry")
+        question = self.page.get_by_role("alertdialog").or_(self.page.get_by_role("dialog"))
+        question.get_by_role("button", name=re.compile("^Retry")).click()
+        expect(question).to_be_hidden()
+
+    def _menu(self, item: str) -> None:
+        self.main.get_by_role("button", name="Open menu").first.click()
+        self.page.get_by_role("menuitem", name=item, exact=True).click()
+
+
+class ArtifactPage:
+    """One artifact."""
+
+    def __init__(self, page: Page, key: str) -> None:
+        self.page = page
+        self.panel = page.get_by_role("main").get_by_role("tabpanel", name="Artifact", exact=True)
+        expect(page.get_by_role("main").get_by_label("breadcrumb").first).to_contain_text(key)
+        expect(self.panel).to_be_visible()
+
+    @property
+    def text(self) -> str:
+        return self.panel.inner_text()
+
+    def table(self) -> list[dict[str, str]]:
+        """The first table's rows, as they are shown."""
+        table = self.panel.locator("table").first
+        names = table.locator("thead th").all_inner_texts()
+        return [dict(zip(names, row.locator("td").all_inner_texts(), strict=True)) for row in table.locator("tbody tr").all()]
+
+    def pictures(self) -> list[tuple[int, int]]:
+        """Width and height of the pictures that were really drawn."""
+        sizes = self.panel.locator("img").evaluate_all("all => all.map(one => [one.naturalWidth, one.naturalHeight])")
+        return [(width, height) for width, height in sizes if width and height]
+
