@@ -27,6 +27,7 @@ from prefect.workers.process import ProcessWorker
 
 from cluster.profile import load_profile, profile_names
 from flows.deployments import COMPARED, Deployment, FlowFacts, Pool, Wanted, differences, digest, superfluous
+from flows.forms import readable
 from flows.names import instance_tag
 from flows.profile_blocks import ProfileBlock, untouched, values_of
 
@@ -56,7 +57,7 @@ def known_flows() -> dict[str, FlowFacts]:
     for name in FLOWS:
         if find_spec(f"flows.{name}") is not None:
             function = getattr(import_module(f"flows.{name}"), name)
-            schema = parameter_schema(function).model_dump_for_openapi()
+            schema = readable(parameter_schema(function).model_dump_for_openapi())
             about = inspect.cleandoc(function.fn.__doc__ or "").partition("\n\n")[0]
             found[name] = FlowFacts(f"flows/{name}.py:{name}", schema, about)
     return found

@@ -162,9 +162,7 @@ class Front:
     # --- the API, as a person's browser uses it
 
     def ask(self, method: str, route: str, body: Any = None) -> Any:
-        response = httpx.request(
-            method, f"{self.api}/{route}", json=body, auth=self.auth, trust_env=False, timeout=60
-        )
+        response = httpx.request(method, f"{self.api}/{route}", json=body, auth=self.auth, trust_env=False, timeout=60)
         response.raise_for_status()
         return response.json() if response.content else None
 
