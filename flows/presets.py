@@ -19,7 +19,8 @@ def load_presets(files: Sequence[Path] = ()) -> dict[str, RunConfig]:
     """
     found: dict[str, RunConfig] = {}
     given: dict[str, Path] = {}
-    for path in [*sorted(EXAMPLES.glob("*.toml")), *files]:
+    own = list(dict.fromkeys(path.absolute() for path in files))
+    for path in [*sorted(EXAMPLES.glob("*.toml")), *own]:
         name = path.stem
         if not VALID.match(name) or name == CUSTOM:
             raise ConfigError(
@@ -33,7 +34,7 @@ def load_presets(files: Sequence[Path] = ()) -> dict[str, RunConfig]:
             )
         if name in given:
             raise ConfigError([Problem("--preset", str(path), f"{given[name]} has the same name: rename one of them")])
-        if path in files:
+        if path in own:
             given[name] = path
         found[name] = load_config(path)
     return found

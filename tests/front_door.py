@@ -117,9 +117,9 @@ class Front:
             )
         return self.process
 
-    def start(self, *words: str) -> "Front":
-        """`slipstream up --port 0`, until it is ready."""
-        process = self.launch(*(words or ("--port", "0")))
+    def start(self, port: int | None = 0) -> "Front":
+        """`slipstream up`, until it is ready. `port` None: that of last time."""
+        process = self.launch(*([] if port is None else ["--port", str(port)]))
 
         def ready() -> bool:
             assert process.poll() is None, last_lines(self.output)

@@ -162,7 +162,7 @@ def test_its_end_ends_no_run_and_no_job(door: Front, how: str) -> None:
         assert door.up == {}
     assert alive([process]) == [process]
     assert jobs_of(run) == jobs
-    door.start("--preset", str(door.preset))  # at the same place
+    door.start(port=None)  # at the same place
     assert (door.api, door.auth) == (url, password)
     assert alive([process]) == [process]
     assert jobs_of(run) == jobs
@@ -183,7 +183,7 @@ def test_a_worker_that_ends_leaves_its_flow_process(door: Front) -> None:
     assert finished(run)
 
 
-def test_a_port_that_is_taken_is_left_alone(door: Front, tmp_path: object) -> None:
+def test_a_port_that_is_taken_is_left_alone(door: Front) -> None:
     door.stop()
     port = int((door.home / "port").read_text())
     with socket.socket() as other:
@@ -193,7 +193,7 @@ def test_a_port_that_is_taken_is_left_alone(door: Front, tmp_path: object) -> No
         refused = door.command("up", "--port", str(port))
         assert refused.returncode == 2, refused.stdout + refused.stderr
         assert "--port" in refused.stderr
-        door.start("--preset", str(door.preset))
+        door.start(port=None)
         assert f":{port}/" not in door.api
         assert door.ask("POST", "flows/count", {}) >= 1
 
