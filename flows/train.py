@@ -15,6 +15,7 @@ from prefect.runtime import flow_run
 from cluster.clients import ClusterAway
 from cluster.decide import Decision, Kind, Observation
 from cluster.jobs import JobRecord
+from flows.refused import refusing
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from tasks import finish as finishing
@@ -138,3 +139,6 @@ def resume(run_dir: str) -> str:
     Returns the run folder. Raises what `train` raises, and NothingToResume.
     """
     return _run_attempt(prepare_resume(str(Path(run_dir).absolute())))
+
+
+refusing(train)

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -36,18 +37,19 @@ def accepts_text(key: str) -> bool:
     return any(option.get("type") == "string" and "enum" not in option for option in schema.get("anyOf", [schema]))
 
 
-def _bounds(schema: dict[str, Any]) -> str:
+def bounds_text(schema: Mapping[str, Any], digits: int = 6) -> str:
+    """The bounds of a number, in words; empty where it has none. Beyond so many digits a number has an exponent."""
     low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
     high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
     words = []
     if low is not None:
-        words.append(f"at least {low:g}")
+        words.append(f"at least {low:.{digits}g}")
     if above is not None:
-        words.append(f"above {above:g}")
+        words.append(f"above {above:.{digits}g}")
     if high is not None:
-        words.append(f"at most {high:g}")
+        words.append(f"at most {high:.{digits}g}")
     if below is not None:
-        words.append(f"below {below:g}")
+        words.append(f"below {below:.{digits}g}")
     return " and ".join(words)
 
 
@@ -62,7 +64,7 @@ def _describe(schema: dict[str, Any]) -> str:
     kind = schema.get("type")
     if kind in ("integer", "number"):
         name = "a whole number" if kind == "integer" else "a number"
-        return f"{name} {_bounds(schema)}".rstrip()
+        return f"{name} {bounds_text(schema)}".rstrip()
     if kind == "boolean":
         return "true or false"
     if kind == "array":

@@ -50,11 +50,18 @@ def die_with_parent(parent_pid: int | None = None, with_signal: signal.Signals =
 
 
 def spawn(
-    argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    argv: Sequence[str],
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a child in a session of its own that dies with this process; stdout and stderr are appended to `log`.
 
     Call it from the main thread: the kernel ties the parent-death signal to the thread that forks.
+
+    Args:
+        pass_fds: open files that the child inherits under the same numbers.
     """
     parent = os.getpid()
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -77,6 +84,7 @@ def spawn(
             cwd=cwd,
             start_new_session=True,
             preexec_fn=before_exec,
+            pass_fds=tuple(pass_fds),
         )
 
 

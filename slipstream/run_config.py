@@ -61,7 +61,7 @@ class RewardSection(Section):
     """What is rewarded: the sum of these functions."""
 
     functions: list[str] = Field(
-        default_factory=lambda: ["slipstream.rewards:accuracy_reward"],
+        ["slipstream.rewards:accuracy_reward"],
         title="Reward functions",
         min_length=1,
         description="Each named module:function; importable where the learner runs. Their sum is the reward.",
@@ -191,7 +191,7 @@ class LearnerSection(Section):
     lora_rank: int = Field(32, title="LoRA rank", ge=1, description="Rank of the adapter.")
     lora_alpha: int = Field(64, title="LoRA alpha", ge=1, description="Scale of the adapter.")
     lora_target_modules: list[str] = Field(
-        default_factory=lambda: ["all-linear"], title="LoRA modules", description="Modules that get an adapter."
+        ["all-linear"], title="LoRA modules", description="Modules that get an adapter."
     )
     startup_timeout: float = Field(
         1800.0,

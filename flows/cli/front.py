@@ -1,26 +1,172 @@
 """`slipstream up`, `slipstream down` and `slipstream deploy`: the Prefect server, and what we have on it."""
 
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import click
 
-from flows.cli.plain import fail_plainly
+from flows.cli.plain import HOME, fail_plainly
+
+PRESET = click.option(
+    "--preset",
+    "presets",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Another configuration to fill a form with, besides the examples.",
+)
+AT_ONCE = click.option("--at-once", type=click.IntRange(min=0), metavar="N", help="Most trainings at once.")
+INSTANCE = click.option("--instance", metavar="ID", help="Instance id (default: $SLIPSTREAM_INSTANCE, else your name).")
+
+
+def _use(instance: str | None) -> None:
+    import os
+
+    from slipstream.instance import INSTANCE_ENV, instance_id
+
+    os.environ[INSTANCE_ENV] = instance_id(instance)
 
 
 @click.command()
+@click.option("--port", type=click.IntRange(0, 65535), help="Port (default: that of last time, else 4200); 0: any.")
+@PRESET
+@AT_ONCE
+@INSTANCE
+@click.option("--only", type=click.Choice(["server", "workers"]), help="Only this part.")
+@click.option("--install", is_flag=True, help="Start it with the machine: systemd's user units, else cron.")
+@click.option("--uninstall", is_flag=True, help="Take that back.")
+@click.option("--print", "only_print", is_flag=True, help="With --install: show what it would do.")
 @fail_plainly
-def up() -> int:
-    """Start a local Prefect server, its workers and our deployments, and print the address."""
-    raise click.ClickException("not there yet")
+def up(
+    port: int | None,
+    presets: tuple[Path, ...],
+    at_once: int | None,
+    instance: str | None,
+    only: str | None,
+    install: bool,
+    uninstall: bool,
+    only_print: bool,
+) -> int:
+    """Start a local Prefect server, its workers and our deployments, and print the address.
+
+    It runs until Ctrl-C, which ends no run and no job.
+    """
+    from flows.up import SERVER, WORKERS, Asked, Upholder
+
+    _use(instance)
+    deploy = [part for path in presets for part in ("--preset", str(path.absolute()))]
+    deploy += [] if at_once is None else ["--at-once", str(at_once)]
+    if install or uninstall or only_print:
+        raise click.ClickException("not there yet")
+    asked = Asked((only,) if only else (SERVER, WORKERS), port, deploy)
+    with _progress() as step:
+        return Upholder(asked, _say, step).run()
+
+
+def _say(text: str) -> None:
+    click.echo(text)
+    sys.stdout.flush()
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows how far it is: with the seconds on a terminal, else one line a step."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+
+        def line(text: str) -> None:
+            if text:
+                click.echo(f"… {text}", err=True)
+
+        yield line
+        return
+    status = console.status("")
+
+    def show(text: str) -> None:
+        status.stop()
+        if text:
+            status.update(f"{text} [dim]{time.strftime('%H:%M:%S')}")
+            status.start()
+
+    try:
+        yield show
+    finally:
+        status.stop()
 
 
 @click.command()
 @fail_plainly
 def down() -> int:
     """End what `slipstream up` started; runs go on."""
-    raise click.ClickException("not there yet")
+    from flows.up import bring_down
+
+    return bring_down(_say)
 
 
 @click.command()
+@PRESET
+@AT_ONCE
+@INSTANCE
+@click.option("--prune", is_flag=True, help="Show what this instance has there and does not want any more.")
+@click.option("--yes", is_flag=True, help="With --prune: remove it.")
+@click.option(
+    "--allow-unauthenticated", is_flag=True, help="Use a server that asks nobody for a password all the same."
+)
 @fail_plainly
-def deploy() -> int:
-    """Register our deployments, pools, limits and blocks on a Prefect server."""
-    raise click.ClickException("not there yet")
+def deploy(
+    presets: tuple[Path, ...],
+    at_once: int | None,
+    instance: str | None,
+    prune: bool,
+    yes: bool,
+    allow_unauthenticated: bool,
+) -> int:
+    """Register our deployments, pools, limits and blocks on a Prefect server.
+
+    It may be run again and again: what people have paused, scheduled or edited there stays.
+    """
+    from flows.connection import asks_nobody, connect, is_loopback
+    from flows.presets import load_presets
+    from slipstream.instance import instance_id
+
+    if yes and not prune:
+        raise click.UsageError("--yes belongs to --prune")
+    _use(instance)
+    configurations = load_presets(presets)
+    connection = connect()
+    if not allow_unauthenticated and not is_loopback(connection.url) and asks_nobody(connection.url):
+        raise click.ClickException(
+            f"{connection.url} asks nobody for a password, and whoever reaches it can run any command as you: set "
+            "PREFECT_SERVER_API_AUTH_STRING there, or say --allow-unauthenticated"
+        )
+    import asyncio
+
+    from flows import apply
+    from flows.deployments import wanted
+
+    want = wanted(
+        instance_id(),
+        apply.known_flows(),
+        configurations,
+        apply.known_profiles(),
+        command=apply.engine_command(),
+        directory=str(HOME),
+    )
+    click.echo(f"{connection.url} ({connection.source}), instance {want.instance}")
+    if prune:
+        if yes:
+            lines = [f"  {done.what:<12} {done.name}" for done in asyncio.run(apply.prune(want))]
+        else:
+            lines = [f"  {name}" for name in asyncio.run(apply.unwanted(want))]
+            if lines:
+                lines = ["not wanted any more (--prune --yes removes them):", *lines]
+        click.echo("\n".join(lines) or "nothing to remove")
+        return 0
+    for done in asyncio.run(apply.apply(want, at_once)):
+        click.echo(f"  {done.kind:<11} {done.name:<44} {done.what}")
+    return 0

@@ -201,3 +201,7 @@ for command in (
     clean.clean,
 ):
     main.add_command(command)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,6 +22,7 @@ def fail_plainly(command: Callable[..., int]) -> Callable[..., None]:
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         from cluster.profile import ClusterError
+        from flows.up_state import UpError
         from slipstream.config_file import ConfigError
         from slipstream.instance import InstanceError
         from slipstream.run_folder import RunFolderError
@@ -29,7 +30,7 @@ def fail_plainly(command: Callable[..., int]) -> Callable[..., None]:
 
         try:
             code = command(*args, **kwargs)
-        except (ConfigError, RunFolderError, ClusterError, InstanceError, NothingToResume) as error:
+        except (ConfigError, RunFolderError, ClusterError, InstanceError, NothingToResume, UpError) as error:
             click.echo(f"error: {error}", err=True)
             code = 2
         except RuntimeError as error:

@@ -1,0 +1,58 @@
+"""The process of one flow run: `python -m flows.engine`, which a worker starts instead of `python -m prefect.engine`.
+
+It writes into a file of its own and not into the worker's pipe: the worker waits for the end of that pipe, which a child
+that outlives the flow (a job on this machine) would hold open, and a worker that dies would break it. It is in a session
+of its own, so that no signal to the worker's group or terminal reaches it.
+"""
+
+import contextlib
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from flows.up_state import logs
+
+KEPT = 200  # files of flow runs; older ones are removed
+
+
+def log_file(flow_run_id: str) -> Path:
+    """Where the process of a flow run writes what it prints."""
+    return logs() / "flow-runs" / f"{flow_run_id}.log"
+
+
+def _redirect(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def remove_old(folder: Path, kept: int = KEPT) -> None:
+    """Remove all but the newest `kept` logs. What somebody else removes meanwhile does no harm."""
+    found = []
+    for path in folder.glob("*.log"):
+        with contextlib.suppress(OSError):
+            found.append((path.stat().st_mtime, path))
+    for _, path in sorted(found, reverse=True)[kept:]:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def main() -> None:
+    with contextlib.suppress(PermissionError):  # the leader of a session already
+        os.setsid()
+    path = log_file(os.environ.get("PREFECT__FLOW_RUN_ID") or "unknown")
+    try:
+        _redirect(path)
+        remove_old(path.parent)
+    except OSError as error:  # a full disk must not keep a run from its leader
+        print(f"{path}: {error}", file=sys.stderr)
+    runpy.run_module("prefect.engine", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
