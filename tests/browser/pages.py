@@ -63,7 +63,12 @@ class DeploymentPage:
         return RunForm(self.page)
 
     def quick_run(self) -> "FlowRunPage":
+        """Run it as it is. A deployment whose flow demands parameters shows them once more first."""
         self._run_menu("Quick run")
+        question = self.page.get_by_role("dialog")
+        expect(question.or_(self._view_run()).first).to_be_visible()
+        if question.is_visible():
+            question.get_by_role("button", name="Run", exact=True).click()
         return self.started()
 
     def _run_menu(self, item: str) -> None:
@@ -72,8 +77,11 @@ class DeploymentPage:
 
     def started(self) -> "FlowRunPage":
         """The page of the run that was just submitted."""
-        self.page.get_by_role("link", name="View run").last.click()
+        self._view_run().first.click()  # the newest is the uppermost
         return FlowRunPage(self.page)
+
+    def _view_run(self) -> Locator:
+        return self.page.get_by_role("link", name="View run")
 
     def schedule(self) -> "Schedule":
         return Schedule(self.main.get_by_role("complementary"))
