@@ -24,6 +24,7 @@ from tests.waiting import wait_until
 HOOK = ROOT / "tests" / "front" / "doubled"
 PATIENCE_S = 240
 INSTANCE = "tester"
+BUSY = 503  # SQLite is locked: Prefect's own clients and its page ask again too
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 QUICK = """\
