@@ -98,13 +98,16 @@ def wanted(
     *,
     command: str,
     directory: str,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> Wanted:
     """What `instance` shall have, by what there is.
 
     Args:
         flows: by name; "train" must be among them, "sweep" and "reconcile" may be.
         profiles: values of each cluster profile, by name.
-        command: what a worker starts for a flow run. directory: where flow runs work.
+        command: what a worker starts for a flow run.
+        directory: where flow runs work, and where the flows' code is.
+        elsewhere: other folders that runs of presets work in, by the preset.
     """
     environment = {"SLIPSTREAM_INSTANCE": instance}
     pools = [
@@ -123,7 +126,9 @@ def wanted(
         facts = flows[flow]
         full = deployment_name(instance, name)
         text = description or facts.description
-        return Deployment(flow, full, pool, facts.entrypoint, text, directory, parameters, facts.schema, tags, **more)
+        folder = (elsewhere or {}).get(name, directory) if flow == "train" else directory
+        code = facts.entrypoint if folder == directory else f"{directory}/{facts.entrypoint}"
+        return Deployment(flow, full, pool, code, text, folder, parameters, facts.schema, tags, **more)
 
     found = [
         deployment("train", name, runs_pool(instance), _about(name, config), {"config": config.to_plain()})

@@ -1,6 +1,7 @@
 """A run that is refused says why on its flow run's page: in the state's message, and one problem a line in an artifact."""
 
 import contextlib
+import logging
 from typing import Any
 from uuid import UUID
 
@@ -36,9 +37,11 @@ def _inert(text: str) -> str:
 
 
 def show_refusal(error: Exception) -> None:
-    """Make the artifact `refused` of the current flow run. Without one, or where Prefect is away, nothing happens."""
+    """Make the artifact `refused` of the current flow run, and say it in its log. Without a flow run, or where Prefect is
+    away, nothing happens."""
     with contextlib.suppress(Exception):
         if identity := flow_run.get_id():
+            logging.getLogger("prefect.flow_runs").error("refused: %s", error, extra={"flow_run_id": str(identity)})
             artifact = ArtifactCreate(
                 key=KEY,
                 type="markdown",

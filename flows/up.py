@@ -80,12 +80,17 @@ def base_environment() -> dict[str, str]:
 
 
 def server_environment() -> dict[str, str]:
-    """For the server. The page asks the address that it came from, so that a tunnel may have any port."""
-    return base_environment() | {
-        "PREFECT_UI_API_URL": "/api",
-        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-        "PREFECT__SERVER_FINAL": "1",
-    }
+    """For the server. The page asks the address that it came from, so that a tunnel may have any port. On a busy machine
+    SQLite needs patience."""
+    return (
+        {"PREFECT_SERVER_DATABASE_TIMEOUT": "60", "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "60"}
+        | base_environment()
+        | {
+            "PREFECT_UI_API_URL": "/api",
+            "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+            "PREFECT__SERVER_FINAL": "1",
+        }
+    )
 
 
 def client_environment(url: str) -> dict[str, str]:

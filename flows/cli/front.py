@@ -18,6 +18,11 @@ PRESET = click.option(
     metavar="FILE",
     help="Another configuration to fill a form with, besides the examples.",
 )
+DIRECTORY = click.option(
+    "--directory",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder that runs of the presets work in: relative paths start there (default: this one).",
+)
 AT_ONCE = click.option("--at-once", type=click.IntRange(min=0), metavar="N", help="Most trainings at once.")
 INSTANCE = click.option("--instance", metavar="ID", help="Instance id (default: $SLIPSTREAM_INSTANCE, else your name).")
 
@@ -33,6 +38,7 @@ def _use(instance: str | None) -> None:
 @click.command()
 @click.option("--port", type=click.IntRange(0, 65535), help="Port (default: that of last time, else 4200); 0: any.")
 @PRESET
+@DIRECTORY
 @AT_ONCE
 @INSTANCE
 @click.option("--only", type=click.Choice(["server", "workers"]), help="Only this part.")
@@ -43,6 +49,7 @@ def _use(instance: str | None) -> None:
 def up(
     port: int | None,
     presets: tuple[Path, ...],
+    directory: Path | None,
     at_once: int | None,
     instance: str | None,
     only: str | None,
@@ -57,11 +64,22 @@ def up(
     from flows.up import SERVER, WORKERS, Asked, Upholder
 
     _use(instance)
-    deploy = [part for path in presets for part in ("--preset", str(path.absolute()))]
-    deploy += [] if at_once is None else ["--at-once", str(at_once)]
+    words = [part for path in presets for part in ("--preset", str(path.absolute()))]
+    words += ["--directory", str((directory or Path.cwd()).absolute())] if presets else []
+    words += [] if at_once is None else ["--at-once", str(at_once)]
     if install or uninstall or only_print:
-        raise click.ClickException("not there yet")
-    asked = Asked((only,) if only else (SERVER, WORKERS), port, deploy)
+        if (install and uninstall) or (only_print and not install) or only:
+            raise click.UsageError("--install, or --install --print, or --uninstall, and none with --only")
+        from flows import install as installing
+        from slipstream.instance import instance_id
+
+        if uninstall:
+            installing.uninstall(instance_id(), _say)
+            return 0
+        place = installing.here([*words, *([] if port is None else ["--port", str(port)])])
+        installing.show(place, _say) if only_print else installing.install(place, _say)
+        return 0
+    asked = Asked((only,) if only else (SERVER, WORKERS), port, words)
     with _progress() as step:
         return Upholder(asked, _say, step).run()
 
@@ -110,6 +128,7 @@ def down() -> int:
 
 @click.command()
 @PRESET
+@DIRECTORY
 @AT_ONCE
 @INSTANCE
 @click.option("--prune", is_flag=True, help="Show what this instance has there and does not want any more.")
@@ -120,6 +139,7 @@ def down() -> int:
 @fail_plainly
 def deploy(
     presets: tuple[Path, ...],
+    directory: Path | None,
     at_once: int | None,
     instance: str | None,
     prune: bool,
@@ -156,6 +176,7 @@ def deploy(
         apply.known_profiles(),
         command=apply.engine_command(),
         directory=str(HOME),
+        elsewhere={path.stem: str((directory or Path.cwd()).absolute()) for path in presets},
     )
     click.echo(f"{connection.url} ({connection.source}), instance {want.instance}")
     if prune:

@@ -1,0 +1,200 @@
+"""What `slipstream up` is made of, without a server: state files, ports, back-off, logs."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flows import up_state
+from flows.connection import connect, is_loopback
+from flows.engine import remove_old
+from flows.prefect_api import PrefectUnavailable
+from flows.supervised import MOST_WAIT_S, Supervised, rotate, wait_before
+from flows.up import farewell
+from tests.waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    for name in [name for name in os.environ if name.startswith("PREFECT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / "home"
+
+
+def test_the_password_is_made_once_and_only_its_owner_can_read_it(home: Path) -> None:
+    first = up_state.auth_string()
+    name, _, secret = first.partition(":")
+    assert name == "slipstream"
+    assert len(secret) >= 32
+    assert (home / "auth").stat().st_mode & 0o777 == 0o600
+    assert up_state.auth_string() == first
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [("a:b", 0o640, "others can read"), ("no colon", 0o600, "NAME:PASSWORD"), ("a:", 0o600, "NAME:PASSWORD")],
+)
+def test_a_password_that_is_none_is_refused(home: Path, text: str, mode: int, words: str) -> None:
+    up_state.auth_file().write_text(text)
+    up_state.auth_file().chmod(mode)
+    with pytest.raises(up_state.UpError, match=words):
+        up_state.auth_string()
+
+
+@pytest.mark.parametrize(
+    ("asked", "last", "ports"),
+    [
+        (None, None, [4200, 0]),
+        (None, 4711, [4711, 4200, 0]),
+        (None, 4200, [4200, 0]),
+        (0, 4711, [0]),
+        (5000, 4711, [5000]),
+    ],
+)
+def test_which_ports_are_tried(asked: int | None, last: int | None, ports: list[int]) -> None:
+    assert up_state.port_candidates(asked, last) == ports
+
+
+def test_the_port_is_kept_and_given_up_only_where_it_is_taken(home: Path) -> None:
+    with up_state.listen(0) as first:
+        port = first.getsockname()[1]
+        assert (home / "port").read_text() == f"{port}\n"
+    with up_state.listen(None) as again:
+        assert again.getsockname() == ("127.0.0.1", port)
+        with pytest.raises(up_state.UpError, match=f"port {port} on 127.0.0.1.*--port"):
+            up_state.listen(port)
+        with up_state.listen(None) as other:
+            assert other.getsockname()[1] != port
+
+
+HOLD = """
+import sys, time
+from flows.up_state import holding
+with holding(["server"]) as free:
+    print(free, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_part_is_run_once_and_given_back_however_its_process_ends(home: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "['server']\n"
+        assert up_state.holder("server") == holder.pid
+        with up_state.holding(["server", "workers"]) as free:
+            assert free == ["workers"]
+        assert up_state.holder("workers") is None
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+    assert up_state.holder("server") is None
+    with up_state.holding(["server"]) as free:
+        assert free == ["server"]
+
+
+def test_a_server_whose_process_is_gone_is_none(home: Path) -> None:
+    up_state.write_up("http://127.0.0.1:1/api", "http://127.0.0.1:1", ready=True)
+    assert up_state.read_up() is not None
+    assert up_state.running() is None
+    with pytest.raises(PrefectUnavailable, match="slipstream up"):
+        connect()
+
+
+def test_a_server_on_another_host_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as there:
+        there.setattr(socket, "gethostname", lambda: "login2")
+        up_state.write_up("http://127.0.0.1:1/api", "http://127.0.0.1:1", ready=True)
+    with pytest.raises(PrefectUnavailable, match="runs on login2"):
+        connect()
+
+
+def test_a_server_of_ours_that_does_not_answer_is_told(home: Path) -> None:
+    with up_state.listen(0) as probe:
+        port = probe.getsockname()[1]
+    with up_state.holding(["server"]):
+        up_state.write_up(f"http://127.0.0.1:{port}/api", f"http://127.0.0.1:{port}", ready=True)
+        with pytest.raises(PrefectUnavailable, match="does not answer"):
+            connect()
+
+
+@pytest.mark.parametrize(
+    ("url", "loopback"),
+    [
+        ("http://127.0.0.1:4200/api", True),
+        ("http://[::1]:4200/api", True),
+        ("http://localhost:4200/api", True),
+        ("http://10.1.2.3:4200/api", False),
+        ("https://prefect.example.org/api", False),
+        ("http://127.0.0.1.example.org/api", False),
+        ("http://localhost.example.org/api", False),
+        ("nonsense", False),
+    ],
+)
+def test_what_only_this_host_reaches(url: str, loopback: bool) -> None:
+    assert is_loopback(url) is loopback
+
+
+@given(st.integers(0, 10_000))
+def test_waits_grow_and_are_bounded(failures: int) -> None:
+    assert wait_before(0) == 0
+    assert wait_before(failures) <= wait_before(failures + 1) <= MOST_WAIT_S
+
+
+def test_a_part_that_dies_is_started_again_and_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    part = Supervised(
+        "part", [sys.executable, "-c", "print('here', flush=True); exit(3)"], {}, tmp_path / "l", said.append, tmp_path
+    )
+    part.start()
+    try:
+
+        def twice() -> bool:
+            part.look()
+            return (tmp_path / "l").read_text().count("here") >= 2
+
+        wait_until(twice, "it has been started again")
+    finally:
+        part.stop()
+    assert said[0] == f"the part has ended with code 3; started again in 1 s (log: {tmp_path / 'l'})"
+
+
+def test_a_log_that_is_large_begins_again_under_its_writer(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with open(log, "ab") as writer:
+        writer.write(b"x" * 100)
+        writer.flush()
+        rotate(log, most=100)
+        assert not (tmp_path / "log.1").exists()
+        writer.write(b"y")
+        writer.flush()
+        rotate(log, most=100)
+        writer.write(b"after")
+    assert log.read_bytes() == b"after"
+    assert (tmp_path / "log.1").read_bytes() == b"x" * 100 + b"y"
+    assert (tmp_path / "log.1").stat().st_mode & 0o777 == 0o600
+
+
+def test_old_logs_of_flow_runs_are_removed(tmp_path: Path) -> None:
+    now = time.time()
+    for age in range(5):
+        path = tmp_path / f"{age}.log"
+        path.write_text("")
+        os.utime(path, (now - age, now - age))
+    remove_old(tmp_path, kept=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.log", "1.log"]
+
+
+def test_the_last_words_name_what_goes_on() -> None:
+    assert farewell([]) == "the server and the workers have ended; no run and no job was ended"
+    assert farewell([7]).endswith("\n  1 run goes on: process 7")
+    assert farewell([7, 8]).endswith("\n  2 runs go on: processes 7, 8")
