@@ -38,7 +38,8 @@ from tasks.stored import all_jobs
 ASK_S = 5.0  # of the few seconds that Prefect gives a flow run to end
 LOOK_S = 1.0
 SWEEP_TAG = "slipstream.sweep:"
-LEAVES = (TerminationSignal, KeyboardInterrupt)  # the worker or the host stops: the run does not
+# The worker or the host stops, or the flow lost its worker: the run does not end with them.
+LEAVES = (TerminationSignal, KeyboardInterrupt, SystemExit)
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ class Pass:
     def _look(self, run: RunFolder) -> tuple[Look, FlowRun | None]:
         flow = self._flows.get(str(read_object(run.path / "origin.json").get("flow_run") or ""))
         found = look(run, self._memory, [flow.state, flow.at] if flow else None)
-        state = FlowState(flow.state, flow.at, bool(flow.deployment), flow.cancelled) if flow else None
+        state = _state_of(flow) if flow else None
         return replace(found, facts=replace(found.facts, answers=not self._away, flow=state)), flow
 
     def _one(self, run: RunFolder) -> list[Row]:
@@ -211,7 +211,7 @@ class Pass:
             for flow in self._rest.starting(instance_tag(instance_id()), "train"):
                 if flow.id in known or time.time() - flow.at > RECENT_S:
                     continue
-                state = FlowState(flow.state, flow.at, bool(flow.deployment), flow.cancelled)
+                state = _state_of(flow)
                 seen_s, _ = self._memory.seen(f"flow {flow.id}", [flow.state, flow.at])
                 plan = without_folder(state, seen_s, flow.run_count, MAX_STARTS)
                 again = plan.act is not Act.NOTHING and not self._dry
@@ -220,6 +220,10 @@ class Pass:
         except PrefectAway as error:
             rows.append(Row(PREFECT, Act.NOTHING, str(error)))
         return rows
+
+
+def _state_of(flow: FlowRun) -> FlowState:
+    return FlowState(flow.state, flow.at, abs(time.time() - flow.at), bool(flow.deployment), flow.cancelled)
 
 
 def _problem(run: RunFolder, error: Exception) -> Row:

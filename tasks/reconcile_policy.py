@@ -45,11 +45,13 @@ class FlowState:
     Attributes:
         state: type of its state. at: when it was set, in seconds since the epoch.
         startable: it belongs to a deployment, so that a worker can start it again.
+        age_s: seconds since, by the observer's clock; only for patience.
         cancelled: a person cancelled it and nobody has started it since, whatever state was forced on it.
     """
 
     state: str
     at: float = 0.0
+    age_s: float = 3600.0
     startable: bool = True
     cancelled: bool = False
 
@@ -171,8 +173,6 @@ def _open(run: Facts) -> Plan:
         return Plan(Act.CANCEL, f"asked to stop by {run.cancel}")
     if run.batch:
         return nothing("its own SLURM job leads it")
-    if run.leader is Leader.RELEASED and run.seen_s < SETTLE_S:
-        return nothing("its leader has just given it free")
     act, why = _who_is_to_lead(run)
     if act is Act.LEAD_HERE and not run.prepared:
         return nothing(f"{why}, and it was never prepared: remove its folder")
@@ -196,6 +196,10 @@ def _who_is_to_lead(run: Facts) -> tuple[Act, str]:
         if run.seen_s < LATE_S or not run.prepared:
             return Act.NOTHING, "its flow run waits for a worker"
         return Act.LEAD_HERE, f"nobody leads it, and no worker has taken its flow run for {run.seen_s:.0f} s"
+    if flow.state == "RUNNING" and flow.age_s < SETTLE_S:
+        return Act.NOTHING, "its flow run has just been started"
+    if flow.state == "RUNNING" and run.leader is Leader.RELEASED and run.seen_s < SETTLE_S:
+        return Act.NOTHING, "its flow has just given it free, and is to tell Prefect"
     if flow.state == "PENDING" and run.seen_s < PENDING_S:
         return Act.NOTHING, "a worker starts its flow run"
     return Act.LEAD_BY_FLOW, f"nobody leads it, and Prefect says {flow.state}"

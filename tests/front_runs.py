@@ -19,7 +19,7 @@ from tasks.stored import all_jobs
 from tests.prefect_server import PASSWORD, ROOT, PrefectServer, environment
 from tests.waiting import wait_until
 
-INSTANCE = "tester"
+INSTANCE = "reconciled"
 PATIENCE_S = 240.0
 CLI = [sys.executable, "-c", "from flows.cli.main import main; main()"]
 
@@ -59,7 +59,7 @@ class Front:
             "name": f"{INSTANCE}.test",
             "flow_id": flow["id"],
             "work_pool_name": runs_pool(INSTANCE),
-            "path": str(ROOT),
+            "pull_steps": [{"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}],
             "entrypoint": "flows/train.py:train",
             "tags": ["slipstream", instance_tag(INSTANCE)],
             "enforce_parameter_schema": False,
@@ -95,7 +95,13 @@ class Front:
 
     def submit(self, name: str, *settings: str, run_id: str = "", **more: Any) -> tuple[str, RunFolder]:
         """A new flow run of the deployment: its id, and the run folder that it is to have."""
-        values = [f"storage.root={self.root}", f"name={name}", "recovery.lease=6", *settings]
+        values = [
+            f"storage.root={self.root}",
+            f"name={name}",
+            "recovery.lease=6",
+            "learner.step_timeout=3600",
+            *settings,
+        ]
         config = load_config(ROOT / "examples" / "demo.toml", values).model_dump(mode="json")
         parameters = {"config": config, "run_id": run_id}
         body = {"parameters": parameters, "state": {"type": "SCHEDULED"}, "enforce_parameter_schema": False, **more}

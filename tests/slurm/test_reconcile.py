@@ -54,7 +54,8 @@ def test_worker_and_flow_are_killed_and_the_run_completes_by_itself(bed: Bed, pr
     pool = runs_pool(INSTANCE)
     prefect.call("POST", "work_pools/", {"name": pool, "type": "process"})
     flow = prefect.call("POST", "flows/", {"name": "train"})
-    made = {"name": f"{INSTANCE}.test", "flow_id": flow["id"], "work_pool_name": pool, "path": str(ROOT)}
+    made: dict[str, object] = {"name": f"{INSTANCE}.test", "flow_id": flow["id"], "work_pool_name": pool}
+    made["pull_steps"] = [{"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}]
     made |= {"entrypoint": "flows/train.py:train", "tags": [instance_tag(INSTANCE)], "enforce_parameter_schema": False}
     deployment = prefect.call("POST", "deployments/", made)["id"]
     worker_words = (PYTHON, "-m", "prefect", "worker", "start", "--type", "process", "--pool", pool)

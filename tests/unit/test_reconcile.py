@@ -22,6 +22,7 @@ from tasks.records import forgive
 def instance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SLIPSTREAM_INSTANCE", "me")
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tasks.reconcile.finish", lambda run: None)
 
 
 @pytest.fixture

@@ -52,7 +52,9 @@ ROWS: list[tuple[str, Facts, Act, str]] = [
     ("killed", run(live=JOBS), Act.LEAD_BY_FLOW, ""),
     ("killed and crashed", run("CRASHED"), Act.LEAD_BY_FLOW, ""),
     ("given free a moment ago", run(leader=RELEASED), Act.NOTHING, ""),
-    ("given free", run("CRASHED", leader=RELEASED, seen_s=SETTLE_S), Act.LEAD_BY_FLOW, ""),
+    ("given free", run(leader=RELEASED, seen_s=SETTLE_S), Act.LEAD_BY_FLOW, ""),
+    ("given free, and Prefect knows", run("CRASHED", leader=RELEASED), Act.LEAD_BY_FLOW, ""),
+    ("started a moment ago", replace(run(), flow=flow(age_s=1.0)), Act.NOTHING, ""),
     ("waits for a worker", run("SCHEDULED"), Act.NOTHING, ""),
     ("no worker takes it", run("SCHEDULED", seen_s=LATE_S), Act.LEAD_HERE, ""),
     ("no worker takes it, unprepared", run("SCHEDULED", seen_s=LATE_S, prepared=False), Act.NOTHING, ""),
@@ -113,9 +115,12 @@ def test_what_is_settled() -> None:
 
 
 flows = st.builds(
-    lambda state, at, startable, cancelled: FlowState(state, at, startable, cancelled or state in CANCELS),
+    lambda state, at, age_s, startable, cancelled: FlowState(
+        state, at, age_s, startable, cancelled or state in CANCELS
+    ),
     st.sampled_from(STATES),
     st.sampled_from([0.0, 10.0, 30.0]),
+    st.sampled_from([0.0, 3600.0]),
     st.booleans(),
     st.booleans(),
 ).map(lambda value: value if value.state in (*CANCELS, "CRASHED", "FAILED") else replace(value, cancelled=False))
@@ -155,9 +160,9 @@ def applied(run: Facts) -> Facts:
             return replace(run, **ended)
         case Act.SET_STATE:
             assert run.flow is not None
-            return replace(run, flow=FlowState(plan.state, 40.0, run.flow.startable, plan.state in CANCELS))
+            return replace(run, flow=FlowState(plan.state, 40.0, 0.0, run.flow.startable, plan.state in CANCELS))
         case Act.LEAD_BY_FLOW:
-            return replace(run, flow=FlowState("SCHEDULED", 40.0), leads=run.leads + 1, seen_s=0.0)
+            return replace(run, flow=FlowState("SCHEDULED", 40.0, 0.0), leads=run.leads + 1, seen_s=0.0)
         case Act.LEAD_HERE:
             return replace(run, leader=Leader.LIVES, leads=run.leads + 1, seen_s=0.0)
     return run
@@ -214,7 +219,7 @@ def test_leaders_that_die_are_replaced_so_many_times(run: Facts) -> None:
             started += 1
         run = replace(applied(run), leader=Leader.NONE, seen_s=3600.0)
         if run.flow is not None and run.outcome is None and run.flow.state in ("SCHEDULED", "PENDING"):
-            run = replace(run, flow=replace(run.flow, state="CRASHED"))
+            run = replace(run, flow=replace(run.flow, state="CRASHED", age_s=3600.0))
     assert started <= run.max_leads
 
 
