@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from submitit.slurm.slurm import SlurmExecutor
 
@@ -16,6 +16,7 @@ from cluster.environment import ROOT, code_root
 from cluster.jobs import JOB_MARK
 from cluster.node import INTERFACE_ENV
 from cluster.profile import ClusterError, ClusterProfile
+from slipstream.instance import instance_of
 from slipstream.process import INCARNATION_ENV
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, write_atomic
@@ -42,16 +43,35 @@ def job_name(run_id: str, role: str) -> str:
     return f"slipstream-{run_id}-{role}"
 
 
-def job_comment(run_id: str, attempt: int, role: str, incarnation: str) -> str:
-    return f"slipstream:{run_id}:{attempt}:{role}:{incarnation}"
+class Comment(NamedTuple):
+    """What a job's comment says. `instance` is "" in one of before there were instances."""
+
+    instance: str
+    run_id: str
+    attempt: int
+    role: str
+    incarnation: str
 
 
-def parse_comment(comment: str) -> tuple[str, int, str, str] | None:
-    """(run id, attempt, role, incarnation) of a comment that `job_comment` made; None for any other."""
+def job_comment(instance: str, run_id: str, attempt: int, role: str, incarnation: str) -> str:
+    whose = f"{instance}:" if instance else ""
+    return f"slipstream:{whose}{run_id}:{attempt}:{role}:{incarnation}"
+
+
+def parse_comment(comment: str) -> Comment | None:
+    """What a comment that `job_comment` made says; None for any other."""
     parts = comment.split(":")
-    if len(parts) != 5 or parts[0] != "slipstream" or not parts[2].isdigit():
+    if len(parts) == 5:
+        parts.insert(1, "")
+    if len(parts) != 6 or parts[0] != "slipstream" or not parts[3].isdigit():
         return None
-    return parts[1], int(parts[2]), parts[3], parts[4]
+    return Comment(parts[1], parts[2], int(parts[3]), parts[4], parts[5])
+
+
+def is_anothers(comment: str, instance: str) -> bool:
+    """Whether a job's comment names another instance than `instance`. One that names none may be of any."""
+    found = parse_comment(comment)
+    return found is not None and bool(found.instance and instance) and found.instance != instance
 
 
 def sbatch_parameters(
@@ -82,7 +102,7 @@ def sbatch_parameters(
         extra[key] = value or True
     parameters: dict[str, Any] = {
         "job_name": job_name(run.run_id, role),
-        "comment": job_comment(run.run_id, attempt, role, incarnation),
+        "comment": job_comment(instance_of(run), run.run_id, attempt, role, incarnation),
         "time": profile.time_limit,
         "signal_delay_s": profile.signal_lead,
         "nodes": shape.nodes,

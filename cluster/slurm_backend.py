@@ -26,6 +26,7 @@ from cluster.refusals import refusals
 from cluster.slurm import (
     EntryExecutor,
     exported,
+    is_anothers,
     job_command,
     job_comment,
     job_name,
@@ -44,6 +45,7 @@ from cluster.slurm_states import (
     view_of,
 )
 from cluster.squeue import Queue, Snapshot
+from slipstream.instance import instance_of
 from slipstream.run_config import RecoverySection, RunConfig
 from slipstream.run_folder import RunFolder, read_object, write_json
 
@@ -148,6 +150,7 @@ class SlurmBackend:
 
     def _views(self, run: RunFolder, jobs: Sequence[JobRecord], snapshot: Snapshot) -> dict[str, JobView]:
         listed = {job.job_id: job for job in snapshot.jobs}
+        instance = instance_of(run)
         views = {}
         for job in jobs:
             found = listed.get(job.job_id)
@@ -155,10 +158,10 @@ class SlurmBackend:
                 view = self._ended.get(job.incarnation) or JobView(
                     JobState.UNKNOWN, reason=snapshot.error, source="squeue"
                 )
-            elif found is not None and _is(found, job):
+            elif found is not None and _is(found, job, instance):
                 view = view_of(found, "squeue")
             else:
-                view = self._ended.get(job.incarnation) or self._unlisted(job, snapshot)
+                view = self._ended.get(job.incarnation) or self._unlisted(job, snapshot, instance)
             if view.state.ended:
                 known = self._ended.get(job.incarnation)
                 view = self._with_lost(view) if known is None else replace(view, lost=known.lost)
@@ -178,17 +181,17 @@ class SlurmBackend:
             return view
         return replace(view, lost=tuple(node for node in view.nodes if node in down))
 
-    def _unlisted(self, job: JobRecord, snapshot: Snapshot) -> JobView:
+    def _unlisted(self, job: JobRecord, snapshot: Snapshot, instance: str) -> JobView:
         """A job that squeue did not list: too new, too old, or lost. Asked once for each snapshot."""
         if snapshot.time <= job.submitted:
             return JobView(JobState.PENDING, source="sbatch")
         asked = self._asked.get(job.job_id)
         if asked is None or asked[0] != snapshot.monotonic:
-            asked = (snapshot.monotonic, self._ask(job))
+            asked = (snapshot.monotonic, self._ask(job, instance))
             self._asked[job.job_id] = asked
         return asked[1]
 
-    def _ask(self, job: JobRecord) -> JobView:
+    def _ask(self, job: JobRecord, instance: str) -> JobView:
         unclear = ""
         try:
             text = call(["scontrol", "show", "job", "-o", job.job_id], self.profile.client_timeout)
@@ -196,7 +199,9 @@ class SlurmBackend:
             return JobView(JobState.UNKNOWN, reason=str(error), source="scontrol")
         except ClusterError as error:
             text, unclear = "", "" if no_such_job(str(error)) else str(error)
-        found = next((one for one in parse_scontrol(text) if one.job_id == job.job_id and _is(one, job)), None)
+        found = next(
+            (one for one in parse_scontrol(text) if one.job_id == job.job_id and _is(one, job, instance)), None
+        )
         if found is not None:
             return view_of(found, "scontrol")
         accounted = self._accounted(["-j", job.job_id])
@@ -226,9 +231,9 @@ class SlurmBackend:
         snapshot = self._queue.new()
         if snapshot.error:
             raise ClusterAway(snapshot.error)
-        adopted = []
+        adopted, instance = [], instance_of(run)
         for found in snapshot.jobs:
-            intent = self._intent_of(run, found, intents)
+            intent = None if is_anothers(found.comment, instance) else self._intent_of(run, found, intents)
             if intent is None or intent["incarnation"] in recorded or found.job_id in ids:
                 continue
             adopted.append(self._adopted(run, intent, found.job_id))
@@ -247,7 +252,7 @@ class SlurmBackend:
         """The intent of a listed job; from its comment, or by its name where the site takes comments away."""
         parsed = parse_comment(found.comment)
         if parsed is not None:
-            run_id, attempt, role, incarnation = parsed
+            _, run_id, attempt, role, incarnation = parsed
             if run_id != run.run_id or attempt not in run.attempts():
                 return None
             lost = {"attempt": attempt, "role": role, "incarnation": incarnation, "time": time.time(), "why": "adopted"}
@@ -261,7 +266,7 @@ class SlurmBackend:
         """The id of a job that has ended and that only the accounting remembers; ''."""
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(intent["time"] - LATE_S))
         name = job_name(run.run_id, intent["role"])
-        comment = job_comment(run.run_id, intent["attempt"], intent["role"], intent["incarnation"])
+        comment = job_comment(instance_of(run), run.run_id, intent["attempt"], intent["role"], intent["incarnation"])
         rows = self._accounted(["-u", str(os.getuid()), "-S", since, f"--name={name}"])
         own = [one.job_id for one in rows if one.job_id not in ids and one.comment in ("", comment)]
         return own[-1] if own else ""
@@ -279,7 +284,7 @@ class SlurmBackend:
         A plain scancel would leave what ignores TERM to the cluster's KillWait (30 s and more), and then refuse the KILL.
         """
         deadline = time.monotonic() + max(CANCEL_S, kill_after_s + CANCEL_S / 2)
-        named = self._named(jobs)
+        named = self._named(jobs, instance_of(run))
         live = self._live(run, [job for job in named if job.job_id.isdigit() and job.job_id != UNRECORDED])
         if not live:
             return []
@@ -293,14 +298,14 @@ class SlurmBackend:
                 left = self._wait(run, left, min(deadline, time.monotonic() + AFTER_KILL_S))
         return live
 
-    def _named(self, jobs: Sequence[JobRecord]) -> list[JobRecord]:
+    def _named(self, jobs: Sequence[JobRecord], instance: str) -> list[JobRecord]:
         """`jobs`, with the ids that squeue has for those of which only the intent is on storage."""
         known = {job.job_id for job in jobs}
         listed = self._queue.new(CANCEL_CALL_S).jobs if UNRECORDED in known else ()
         named = []
         for job in jobs:
             if job.job_id == UNRECORDED:
-                found = (one for one in listed if one.job_id not in known and _may_be(one, job))
+                found = (one for one in listed if one.job_id not in known and _may_be(one, job, instance))
                 job = replace(job, job_id=next((one.job_id for one in found), UNRECORDED))
                 known.add(job.job_id)
             named.append(job)
@@ -348,12 +353,20 @@ def _name(job: JobRecord) -> str:
     return job_name(job.run_id, job.role)
 
 
-def _may_be(found: SlurmJob, job: JobRecord) -> bool:
+def _names(comment: str, job: JobRecord, instance: str) -> bool:
+    """Whether a comment is that of `job`; one of before there were instances names none."""
+    said = parse_comment(comment)
+    identity = (job.run_id, job.attempt, job.role, job.incarnation)
+    return said is not None and said[1:] == identity and not is_anothers(comment, instance)
+
+
+def _may_be(found: SlurmJob, job: JobRecord, instance: str) -> bool:
     """Whether a listed job is that of an intent: by its comment, or by its name where the site takes comments away."""
-    own = job_comment(job.run_id, job.attempt, job.role, job.incarnation)
-    return found.comment == own or (found.name == _name(job) and not found.comment.startswith("slipstream:"))
+    by_name = found.name == _name(job) and not found.comment.startswith("slipstream:")
+    return by_name or _names(found.comment, job, instance)
 
 
-def _is(found: SlurmJob, job: JobRecord) -> bool:
+def _is(found: SlurmJob, job: JobRecord, instance: str) -> bool:
     """Whether a listed job with this id is the recorded one: a reset controller counts from 1 again."""
-    return found.name == _name(job) or found.comment == job_comment(job.run_id, job.attempt, job.role, job.incarnation)
+    by_name = found.name == _name(job) and not is_anothers(found.comment, instance)
+    return by_name or _names(found.comment, job, instance)

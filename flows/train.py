@@ -1,98 +1,35 @@
 """The training flow: prepare → start server → start learner → supervise → finish.
 
-The tasks are thin over `tasks/`; the run folder, not Prefect, remembers the run. No task is cached: a cached one would
-hand a resumed run the job of a dead one. No result is persisted.
+The run folder, not Prefect, remembers the run (`flows.steps`). What a worker starts is in `flows.deployed`.
 """
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from prefect import flow, get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import flow
 from prefect.runtime import flow_run
+from pydantic import Field
 
-from cluster.clients import ClusterAway
-from cluster.decide import Decision, Kind, Observation
-from cluster.jobs import JobRecord
+from cluster.decide import Kind
+from flows import steps
+from flows.deployed import here, lead
 from flows.refused import refusing
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from tasks import finish as finishing
 from tasks import lease as leasing
-from tasks import prepare as preparing
-from tasks import start as starting
 from tasks import stop as stopping
-from tasks import supervise as supervising
 from tasks.interrupt import uninterrupted
-from tasks.outcome import Outcome, outcome_of
-
-OPTIONS: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
-
-
-@task(name="prepare", **OPTIONS)
-def prepare(config: RunConfig, run_id: str | None) -> str:
-    prepared = preparing.prepare(config, run_id)
-    get_run_logger().info("run folder %s", prepared.run.path)
-    for note in prepared.notes:
-        get_run_logger().warning(note)
-    return str(prepared.run.path)
-
-
-@task(name="prepare resume", **OPTIONS)
-def prepare_resume(run_dir: str) -> str:
-    prepared = preparing.resume_prepare(run_dir)
-    for note in prepared.notes:
-        get_run_logger().info(note)
-    return str(prepared.run.path)
-
-
-@task(name="start server", **OPTIONS)
-def start_server(run_dir: str) -> str | None:
-    return _job_id(lambda: starting.start_server(RunFolder(run_dir)))
-
-
-@task(name="start learner", **OPTIONS)
-def start_learner(run_dir: str) -> str | None:
-    return _job_id(lambda: starting.start_learner(RunFolder(run_dir)))
-
-
-def _job_id(start: Callable[[], JobRecord | None]) -> str | None:
-    """None where there is no job to start, or where the scheduler is away: the supervisor goes on trying."""
-    try:
-        job = start()
-    except ClusterAway as error:
-        get_run_logger().warning("%s", error)
-        return None
-    return job.job_id if job else None
-
-
-@task(name="supervise", **OPTIONS)
-def supervise(run_dir: str) -> Outcome:
-    log = get_run_logger()
-    said = ""
-
-    def tell(_seen: Observation, decision: Decision) -> None:
-        nonlocal said
-        if decision.reason != said:
-            said = decision.reason
-            log.info(said)
-
-    return supervising.supervise(RunFolder(run_dir), tell)
-
-
-@task(name="finish", **OPTIONS)
-def finish(run_dir: str) -> str:
-    return str(finishing.finish(RunFolder(run_dir)))
+from tasks.outcome import outcome_of
 
 
 def _run_attempt(run_dir: str) -> str:
-    """The body of both flows. Whatever ends it, no job of the run is left."""
+    """The body of both flows where no worker runs them. Whatever ends it, no job of the run is left."""
     run = RunFolder(run_dir)
     try:
-        start_server(run_dir)
-        start_learner(run_dir)
-        supervise(run_dir)
+        steps.start_server(run_dir)
+        steps.start_learner(run_dir)
+        steps.supervise(run_dir)
     except BaseException as error:
         with uninterrupted():
             ended = outcome_of(error)
@@ -103,7 +40,7 @@ def _run_attempt(run_dir: str) -> str:
             leasing.release(run)
         raise
     leasing.release(run)
-    finish(run_dir)
+    steps.finish(run_dir)
     return run_dir
 
 
@@ -113,20 +50,34 @@ def _flow_run_name() -> str:
     if given.get("run_dir"):
         return Path(str(given["run_dir"])).name
     config = given.get("config")
-    return str(given.get("run_id") or getattr(config, "name", None) or "run")
+    name = config.get("name") if isinstance(config, dict) else getattr(config, "name", None)
+    if given.get("run_id"):
+        return str(given["run_id"])
+    start = here() if name else None
+    return start.run_id(str(name)) if start is not None else str(name or "run")
+
+
+CONFIG = Field(title="Run", description="Everything about the run: model, data, training, server and cluster.")
+RUN_ID = Field(
+    title="Run id",
+    description="Name of the run's folder. Empty: made from the run's name and the id of this flow run.",
+)
 
 
 @flow(name="train", flow_run_name=_flow_run_name, persist_result=False)
-def train(config: RunConfig, run_id: str | None = None) -> str:
+def train(config: Annotated[RunConfig, CONFIG], run_id: Annotated[str, RUN_ID] = "") -> Any:
     """Train a model with asynchronous reinforcement learning.
 
     Args:
         config: everything about the run.
-        run_id: name of the run's folder; empty: made from the configuration's name, the time and a random part.
+        run_id: name of the run's folder; empty: made from the configuration's name and, under a worker, the id of the
+            flow run, so that one that is started again finds its run; else the time and a random part.
 
-    Returns the run folder. Raises ConfigError, RunFolderError, RunFailed, RunCancelled.
+    Returns the run folder. Raises ConfigError, RunFolderError, RunFailed, RunCancelled; under a worker the flow run's
+    state says the same.
     """
-    return _run_attempt(prepare(config, run_id))
+    start = here()
+    return _run_attempt(steps.prepare(config, run_id or None)) if start is None else lead(config, run_id, start)
 
 
 @flow(name="resume", flow_run_name=_flow_run_name, persist_result=False)
@@ -138,7 +89,7 @@ def resume(run_dir: str) -> str:
 
     Returns the run folder. Raises what `train` raises, and NothingToResume.
     """
-    return _run_attempt(prepare_resume(str(Path(run_dir).absolute())))
+    return _run_attempt(steps.prepare_resume(str(Path(run_dir).absolute())))
 
 
 refusing(train)

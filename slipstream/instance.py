@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from slipstream.run_folder import read_object, write_json
+from slipstream.run_folder import DamagedFile, RunFolder, read_object, write_json
 
 INSTANCE_ENV = "SLIPSTREAM_INSTANCE"
 HOME_ENV = "SLIPSTREAM_HOME"
@@ -37,6 +37,16 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # no name for this uid, and none in the environment
         return f"uid{os.getuid()}"
+
+
+def instance_of(run: RunFolder) -> str:
+    """The id of the instance that made `run`: this one where it is not made yet; "" where that is not known (an older run)."""
+    path = run.path / "origin.json"
+    try:
+        value = read_object(path)
+    except DamagedFile:
+        return ""
+    return str(value.get("instance") or "") if value else instance_id()
 
 
 def home() -> Path:

@@ -184,14 +184,23 @@ class RunFolder:
         return self.path.name
 
     @classmethod
-    def create(cls, storage_root: str | Path, run_id: str) -> "RunFolder":
-        """Make the folder, private to its user, and the run's token. Raises RunFolderError where it exists."""
+    def create(cls, storage_root: str | Path, run_id: str, begun: bool = False) -> "RunFolder":
+        """Make the folder, private to its user, and the run's token.
+
+        Args:
+            begun: the folder may be there already, of a start that died before it wrote run.toml.
+
+        Raises RunFolderError where it exists.
+        """
         folder = cls(Path(storage_root).expanduser() / run_id)
         folder.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             folder.path.mkdir(mode=0o700)
         except FileExistsError:
-            raise RunFolderError(f"the run folder {folder.path} exists: choose another run id, or resume it") from None
+            if not begun or folder.run_file.exists():
+                raise RunFolderError(
+                    f"the run folder {folder.path} exists: choose another run id, or resume it"
+                ) from None
         for sub in (
             "secrets",
             "fences",
@@ -204,7 +213,7 @@ class RunFolder:
             "records",
             "logs",
         ):
-            (folder.path / sub).mkdir(mode=0o700)
+            (folder.path / sub).mkdir(mode=0o700, exist_ok=begun)
         write_atomic(folder.token_file, secrets.token_urlsafe(32) + "\n", mode=0o600)
         return folder
 

@@ -27,6 +27,7 @@ from cluster.recovery import Fault
 from cluster.slurm import job_comment, job_name, shape_of, step_script
 from cluster.submit import job_log, jobs_folder
 from slipstream.config_file import ConfigError, load_config
+from slipstream.instance import instance_of
 from slipstream.process import Heartbeat, new_incarnation
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RUN_FILE, RunFolder, RunFolderError, read_json, write_atomic, write_json
@@ -210,7 +211,7 @@ class Batch:
         )  # fmt: skip
         assign(run, attempt, **{ROLE: self.incarnation})
         record_job(run, record)
-        comment = job_comment(run.run_id, attempt, ROLE, self.incarnation)
+        comment = job_comment(instance_of(run), run.run_id, attempt, ROLE, self.incarnation)
         named = [f"JobName={job_name(run.run_id, ROLE)}", f"Comment={comment}"]
         try:
             call(["scontrol", "update", f"JobId={self.job.job_id}", *named])

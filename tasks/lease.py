@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,37 @@ class Lease:
         self._write(released=True)
 
 
+@dataclass(frozen=True)
+class Sight:
+    """A run's lease as it stands on storage.
+
+    Attributes:
+        term: the newest; 0 where nobody has led the run yet.
+        counter: of its beat, or None before the first.
+        who: its holder, in words. host: of the holder.
+        released: its holder has given the run free.
+        gone: its holder was a process of this host, which has ended.
+    """
+
+    term: int
+    counter: Any = None
+    who: str = ""
+    host: str = ""
+    released: bool = False
+    gone: bool = False
+
+
+def sight(run: RunFolder) -> Sight:
+    term = newest_term(run)
+    if term == 0:
+        return Sight(0)
+    holder = _read(run.path / "leases" / f"{term}.json")
+    beat = _read(lease_file(run))
+    beat = beat if beat.get("term") == term else {}
+    who, host = f"pid {holder.get('pid')} on {holder.get('host')}", str(holder.get("host"))
+    return Sight(term, beat.get("counter"), who, host, bool(beat.get("released")), _is_gone(holder))
+
+
 class LeaseWatch:
     """What an observer knows of a run's leader."""
 
@@ -80,19 +112,16 @@ class LeaseWatch:
 
     def look(self, now: float) -> str:
         """Who leads, at `now` of the observer's monotonic clock; '' where nobody does (any more)."""
-        term = newest_term(self._run)
-        if term == 0:
+        found = sight(self._run)
+        if found.term == 0:
             return ""
-        holder = _read(self._run.path / "leases" / f"{term}.json")
-        beat = _read(lease_file(self._run))
-        beat = beat if beat.get("term") == term else {}
-        seen = (term, beat.get("counter"))
+        seen = (found.term, found.counter)
         if seen != self._seen:
             self.moved = self._seen is not None
             self._seen, self._since = seen, now
-        if beat.get("released") or _is_gone(holder) or now - self._since > self._lease_s:
+        if found.released or found.gone or now - self._since > self._lease_s:
             return ""
-        return f"pid {holder.get('pid')} on {holder.get('host')}"
+        return found.who
 
 
 def lease_file(run: RunFolder) -> Path:
@@ -132,8 +161,16 @@ def try_lead(run: RunFolder, watch: LeaseWatch, lease_s: float) -> Lease | None:
 
 def _begin_term(run: RunFolder, lease_s: float) -> Lease | None:
     """The next term; None where another process was quicker."""
+    return begin_after(run, newest_term(run), lease_s)
+
+
+def begin_after(run: RunFolder, seen: int, lease_s: float) -> Lease | None:
+    """The term after `seen`, which was judged to have nobody any more; None where another process has begun it.
+
+    Raises OSError.
+    """
     me = {"pid": os.getpid(), "host": socket.gethostname(), "started": started(psutil.Process())}
-    term = newest_term(run) + 1
+    term = seen + 1
     (run.path / "leases").mkdir(mode=0o700, exist_ok=True)
     try:
         create_exclusively(run.path / "leases" / f"{term}.json", json.dumps({"term": term, **me}))

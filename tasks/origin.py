@@ -40,6 +40,12 @@ def origin_here(flow_run: str = "", deployment: str = "", sweep: str = "") -> Or
     return Origin(os.getcwd(), host, user, time.time(), instance, flow_run, deployment, sweep)
 
 
+def begun_by(run: RunFolder, flow_run: str) -> bool:
+    """Whether the folder is that of a start of this flow run, also where it died before it said so. Raises DamagedFile."""
+    written = read_object(origin_file(run))
+    return run.path.is_dir() and (read_origin(run).flow_run == flow_run if written else not run.run_file.exists())
+
+
 def origin_file(run: RunFolder) -> Path:
     return run.path / "origin.json"
 

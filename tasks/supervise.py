@@ -32,14 +32,20 @@ TICK_S = 0.5  # a cancel request is seen within this
 Watcher = Callable[[Observation, Decision], None]
 
 
-def supervise(run: RunFolder, on_observation: Watcher | None = None, poll_s: float | None = None) -> Outcome:
+def supervise(
+    run: RunFolder,
+    on_observation: Watcher | None = None,
+    poll_s: float | None = None,
+    yields_to: tuple[type[BaseException], ...] = (),
+) -> Outcome:
     """Watch the run until it has ended: as its leader, where nobody else leads it, else as an onlooker who takes over.
 
-    As the leader: no job is left when this returns or raises, whatever it raises.
+    As the leader: no job is left when this returns or raises, whatever it raises but StepDown and `yields_to`, which
+    end the supervision and not the run.
     Raises RunFailed with the failed role, the reason and the last lines of its log; RunCancelled when somebody asked
     the run to stop.
     """
-    supervisor = Supervisor(run, on_observation, poll_s)
+    supervisor = Supervisor(run, on_observation, poll_s, yields_to)
     watch = LeaseWatch(run, supervisor.config.recovery.lease)
     begun = time.monotonic()
     while True:
@@ -70,7 +76,14 @@ def at_once(decision: Decision, before: Decision | None) -> bool:
 class Supervisor:
     """One process that leads a run, for as long as it holds the lease."""
 
-    def __init__(self, run: RunFolder, on_observation: Watcher | None, poll_s: float | None) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        on_observation: Watcher | None,
+        poll_s: float | None,
+        yields_to: tuple[type[BaseException], ...] = (),
+    ) -> None:
+        self._yields_to: tuple[type[BaseException], ...] = (StepDown, *yields_to)
         self.run = run
         self.config: RunConfig = stored_config(run)
         self.backend: Backend = backend_for(run)
@@ -117,7 +130,7 @@ class Supervisor:
         try:
             ended = self._lead(lease)
             return ended
-        except StepDown:
+        except self._yields_to:
             raise
         except BaseException as error:
             if self._leads(lease):

@@ -243,6 +243,7 @@ def test_what_this_machine_cannot_run_is_refused() -> None:
 
 def test_the_sbatch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-value")
+    monkeypatch.setenv("SLIPSTREAM_INSTANCE", "me")
     profile = ClusterProfile(
         executor="slurm", partition="gpu", account="lab", time_limit=60, host_interface="ib0", setup=("module load cuda",),
         sbatch=("--exclusive", "--reservation=mine"), memory_gb=64, cpus_per_task=8,
@@ -255,7 +256,7 @@ def test_the_sbatch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [line for line in lines if line.startswith("#SBATCH")] == [
         "#SBATCH --account=lab",
         "#SBATCH --chdir=REPO",
-        "#SBATCH --comment=slipstream:r:1:server:incarnation",
+        "#SBATCH --comment=slipstream:me:r:1:server:incarnation",
         "#SBATCH --cpus-per-task=8",
         "#SBATCH --dependency=singleton",
         "#SBATCH --exclusive",

@@ -26,6 +26,7 @@ GOLDEN = Path(__file__).parent / "golden"
 def cli(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-value")
+    monkeypatch.setenv("SLIPSTREAM_INSTANCE", "me")
     return CliRunner()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.node import NodeError, address, load_environment, place, slurm_place
 from cluster.profile import ClusterError, ClusterProfile
-from cluster.slurm import job_command, parse_comment, sbatch_text, shape_of
+from cluster.slurm import job_command, job_comment, parse_comment, sbatch_text, shape_of
 from cluster.slurm_backend import SlurmBackend
 from slipstream.config_file import parse_config
 from slipstream.run_config import RunConfig
@@ -34,6 +34,11 @@ FOUR = config_of(
     learner={"nodes": 2, "gpus": 4, "processes_per_node": 4},
     cluster={"shape": "one_allocation"},
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_INSTANCE", "me")
 
 
 @pytest.mark.parametrize(("name", "role"), [("server", "server"), ("learner", "learner"), ("allocation", "allocation")])
@@ -73,9 +78,21 @@ def test_the_address_of_a_node() -> None:
 
 
 def test_a_comment_names_the_job_whole() -> None:
-    assert parse_comment("slipstream:r-1:2:learner:ab") == ("r-1", 2, "learner", "ab")
-    for other in ("", "slipstream", "slipstream:r:x:learner:ab", "other:r:1:learner:ab"):
+    assert parse_comment("slipstream:me:r-1:2:learner:ab") == ("me", "r-1", 2, "learner", "ab")
+    assert parse_comment(job_comment("me", "r-1", 2, "learner", "ab")) == ("me", "r-1", 2, "learner", "ab")
+    for other in (
+        "",
+        "slipstream",
+        "slipstream:me:r:x:learner:ab",
+        "slipstream:r:x:learner:ab",
+        "other:r:1:learner:ab",
+    ):
         assert parse_comment(other) is None
+
+
+def test_a_comment_of_before_there_were_instances_is_understood() -> None:
+    assert parse_comment("slipstream:r-1:2:learner:ab") == ("", "r-1", 2, "learner", "ab")
+    assert job_comment("", "r-1", 2, "learner", "ab") == "slipstream:r-1:2:learner:ab"
 
 
 def test_the_command_stands_where_the_container_wants_it(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from cluster.slurm_backend import SlurmBackend
 from cluster.slurm_states import SlurmJob
 from cluster.squeue import Queue, Snapshot
 from slipstream.run_folder import RunFolder, append_jsonl, write_json
+from tasks.origin import Origin, write_origin
 from tasks.stored import all_jobs
 
 
@@ -236,6 +237,22 @@ def test_another_job_with_the_number_is_not_ours(run: RunFolder, monkeypatch: py
     assert backend(Asked(renamed), poll_s=0).look(run, [record()])["aa"].state is JobState.RUNNING
 
 
+def test_a_job_of_another_instance_is_not_ours(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number, name, run, attempt and incarnation are those of our job; whose it is, is not."""
+    calls = Clients(monkeypatch).calls
+    write_origin(run, Origin(instance="me"))
+    job = listed("RUNNING", comment="slipstream:somebody:r:1:server:aa")
+    assert backend(Asked(job), poll_s=0).look(run, [record()])["aa"].state is JobState.GONE
+    assert backend(Asked(job), poll_s=0).cancel(run, [record()]) == []
+    intent(run, 5)
+    assert backend(Asked(job), poll_s=0).adopt(run) == []
+    assert backend(Asked(job), poll_s=0).cancel(run, all_jobs(run)) == []
+    assert not any(argv[0] == "scancel" for argv in calls)
+    ours = listed("RUNNING", comment="slipstream:me:r:1:server:aa")
+    assert backend(Asked(ours), poll_s=0).look(run, [record()])["aa"].state is JobState.RUNNING
+    assert [found.job_id for found in backend(Asked(ours), poll_s=0).adopt(run)] == ["7"]
+
+
 def intent(run: RunFolder, age_s: float, host: str = "elsewhere") -> None:
     value = {"role": "server", "attempt": 1, "incarnation": "aa", "executor": "slurm", "host": host, "why": "start"}
     write_json(
@@ -311,9 +328,10 @@ def test_a_machine_without_slurm() -> None:
         call(["no-such-client"])
 
 
-@pytest.mark.parametrize("comment", ["slipstream:r:1:server:aa", ""])
+@pytest.mark.parametrize("comment", ["slipstream:me:r:1:server:aa", "slipstream:r:1:server:aa", ""])
 def test_a_job_without_a_record_is_stopped_too(run: RunFolder, monkeypatch: pytest.MonkeyPatch, comment: str) -> None:
     """Whoever submitted it died before its record was written, or the disk was full."""
+    write_origin(run, Origin(instance="me"))
     intent(run, 5)
     (run.path / "intents" / "1-learner-cc.json").write_text("{")
     append_jsonl(run.jobs_file(1), {"role": "learner", "of": "another version"})

@@ -1,0 +1,145 @@
+"""The few questions that are asked of a Prefect server without importing prefect, which takes seconds."""
+
+import base64
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+
+TIMEOUT_S = 20.0
+PAGE = 200
+CANCELS = ("CANCELLING", "CANCELLED")
+
+
+class PrefectAway(Exception):
+    """The Prefect server does not answer, or refuses; nothing is known."""
+
+
+@dataclass(frozen=True)
+class FlowRun:
+    """A flow run as its Prefect server has it.
+
+    Attributes:
+        state: type of its state ("RUNNING"). name: of the state. at: when it was set, seconds since the epoch.
+        deployment: id, or "" where no worker could start it again.
+        run_count: how often it has been started.
+        scheduled: made by a schedule.
+        cancelled: a person cancelled it, and nobody has started it again, whatever state was forced on it since.
+    """
+
+    id: str
+    state: str
+    name: str = ""
+    at: float = 0.0
+    deployment: str = ""
+    run_count: int = 0
+    scheduled: bool = False
+    cancelled: bool = False
+
+
+class PrefectRest:
+    """A Prefect API. All calls are bounded in time, and raise PrefectAway.
+
+    Args:
+        url: of the API, with its "/api".
+        auth: basic-auth string "user:password"; "": none. key: API key; "": none.
+    """
+
+    def __init__(self, url: str, auth: str = "", key: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if auth:
+            headers = {"Authorization": f"Basic {base64.b64encode(auth.encode()).decode()}"}
+        loopback = httpx.URL(url).host in ("127.0.0.1", "localhost", "::1")
+        self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=not loopback, follow_redirects=True)
+
+    @classmethod
+    def here(cls, url: str, timeout_s: float = TIMEOUT_S) -> "PrefectRest":
+        """With the credentials of the environment."""
+        auth, key = os.environ.get("PREFECT_API_AUTH_STRING", ""), os.environ.get("PREFECT_API_KEY", "")
+        return cls(url, auth, key, timeout_s)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _call(self, method: str, route: str, body: Any = None) -> Any:
+        try:
+            answer = self._client.request(method, f"{self.url}/{route}", json=body)
+            answer.raise_for_status()
+            return answer.json() if answer.content else None
+        except httpx.HTTPStatusError as error:
+            said = f"{error.response.status_code} {error.response.reason_phrase}"
+            raise PrefectAway(f"the Prefect server at {self.url} answers {said} to {method} {route}") from None
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            why = str(error) or type(error).__name__
+            raise PrefectAway(f"the Prefect server at {self.url} does not answer ({why})") from None
+
+    def flow_runs(self, ids: Iterable[str]) -> dict[str, FlowRun]:
+        """Those of `ids` that the server knows."""
+        wanted, found = sorted(set(ids)), {}
+        for start in range(0, len(wanted), PAGE):
+            some = wanted[start : start + PAGE]
+            for value in self._call("POST", "flow_runs/filter", {"flow_runs": {"id": {"any_": some}}, "limit": PAGE}):
+                found[str(value["id"])] = self._flow_run(value)
+        return found
+
+    def starting(self, tag: str, flow: str) -> list[FlowRun]:
+        """Flow runs of the flow, with the tag, that were started and have not ended well: they may lack their run."""
+        states = {"type": {"any_": ["RUNNING", "PENDING", "CRASHED"]}}
+        body = {
+            "flow_runs": {"tags": {"all_": [tag]}, "state": states},
+            "flows": {"name": {"any_": [flow]}},
+            "sort": "START_TIME_DESC",
+            "limit": PAGE,
+        }
+        return [self._flow_run(value) for value in self._call("POST", "flow_runs/filter", body)]
+
+    def _flow_run(self, value: dict[str, Any]) -> FlowRun:
+        state = value.get("state") or {}
+        kind, own = str(state.get("type") or ""), str(value["id"])
+        return FlowRun(
+            own,
+            kind,
+            str(state.get("name") or ""),
+            _epoch(state.get("timestamp")),
+            str(value.get("deployment_id") or ""),
+            int(value.get("run_count") or 0),
+            bool(value.get("auto_scheduled")),
+            kind in CANCELS or (kind in ("CRASHED", "FAILED") and self._was_cancelled(own)),
+        )
+
+    def _was_cancelled(self, flow_run: str) -> bool:
+        """Whether a cancel is the last thing that came before states that end: a server may have forced others on it."""
+        for kind in reversed(self._states(flow_run)):
+            if kind in CANCELS:
+                return True
+            if kind not in ("CRASHED", "FAILED"):
+                return False
+        return False
+
+    def _states(self, flow_run: str) -> list[str]:
+        history = self._call("GET", f"flow_run_states/?flow_run_id={flow_run}")
+        return [str(state["type"]) for state in sorted(history, key=lambda state: _epoch(state["timestamp"]))]
+
+    def set_state(self, flow_run: FlowRun, state: str, name: str, message: str) -> bool:
+        """Put it into a state, whatever rules there are; False where it was cancelled meanwhile, which stays."""
+        value: dict[str, Any] = {"type": state, "name": name, "message": message}
+        if state == "SCHEDULED":
+            value["state_details"] = {"scheduled_time": datetime.now(UTC).isoformat()}
+        now = self.flow_runs([flow_run.id]).get(flow_run.id)
+        if now is None or (now.state in CANCELS and state != "CANCELLED"):
+            return False
+        self._call("POST", f"flow_runs/{flow_run.id}/set_state", {"state": value, "force": True})
+        before = self._states(flow_run.id)[-2:-1]
+        if state != "CANCELLED" and before and before[0] in CANCELS:  # between the look and the call
+            undone = {"type": before[0], "name": before[0].capitalize(), "message": "cancelled by a person"}
+            self._call("POST", f"flow_runs/{flow_run.id}/set_state", {"state": undone, "force": True})
+            return False
+        return True
+
+
+def _epoch(text: Any) -> float:
+    return datetime.fromisoformat(str(text)).timestamp() if text else 0.0

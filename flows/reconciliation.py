@@ -1,0 +1,253 @@
+"""One pass of reconciliation: run folders, SLURM and Prefect are made to agree.
+
+Level-triggered: nothing is remembered of what was done, each pass looks at everything again. Light: prefect is not
+imported, since this runs every minute.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flows.cli.plain import HOME
+from flows.names import instance_tag
+from flows.prefect_api import configured_api
+from flows.prefect_rest import FlowRun, PrefectAway, PrefectRest
+from slipstream.instance import home, instance_id, known_roots
+from slipstream.run_folder import DamagedFile, RunFolder, read_object
+from tasks.reconcile import Look, Memory, do, is_ours, look, note_lead, runs_in
+from tasks.reconcile_policy import Act, FlowState, Plan, reconcile, without_folder
+from tasks.stored import started_in
+
+MAX_ACTS = 4  # one after the other, for one run in one pass
+MAX_STARTS = 3  # of a flow run that never comes to a run folder
+RECENT_S = 86400.0  # flow runs that were started longer ago and have no folder belong to runs that were removed
+NAMES = {"COMPLETED": "Completed", "FAILED": "Failed", "CANCELLED": "Cancelled", "RUNNING": "Running"}
+MESSAGE = 2000  # characters of a reason that go to Prefect
+PREFECT = "Prefect"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a pass found of a run (or of Prefect), and what it did. `problem`: why that could not be done; ""."""
+
+    run: str
+    act: str
+    why: str
+    path: str = ""
+    state: str = ""
+    problem: str = ""
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def prefect_here() -> PrefectRest | None:
+    """The Prefect server of this instance: the configured one, or that of `slipstream up` on this host; None: neither."""
+    given = os.environ.get("PREFECT_API_URL")
+    up: dict[str, Any] = {}
+    with contextlib.suppress(DamagedFile, OSError):
+        up = read_object(home() / "up.json")
+    if up and up.get("host", socket.gethostname()) != socket.gethostname():
+        up = {}  # it listens on that host alone
+    url = given or up.get("url") or configured_api()
+    if not url:
+        return None
+    if url == up.get("url") and not os.environ.get("PREFECT_API_AUTH_STRING"):
+        with contextlib.suppress(OSError):
+            return PrefectRest(str(url), (home() / "auth").read_text().strip())
+    return PrefectRest.here(str(url))
+
+
+def reconcile_all(roots: Sequence[Path] | None = None, dry_run: bool = False) -> list[Row]:
+    """One pass over the runs of this instance.
+
+    Args:
+        roots: storage roots; None: all that this instance has used.
+        dry_run: only say what would be done.
+
+    Never raises for a run or a server that does not answer: that is a row.
+    """
+    with _alone() as alone:
+        if not alone:
+            return [Row("", Act.NOTHING, "another reconciliation works on this host")]
+        rest = prefect_here()
+        memory = Memory()
+        try:
+            return Pass(rest, memory, dry_run).all(roots)
+        finally:
+            if not dry_run:
+                memory.save()
+            if rest is not None:
+                rest.close()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[bool]:
+    """Whether no other pass works on this host. Two on two hosts are harmless: see `tasks.lease.begin_after`."""
+    folder = home() / "reconcile"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with open(folder / f"{socket.gethostname()}.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # a file system without locks
+            pass
+        yield True
+
+
+class Pass:
+    """One pass. `rest`: None where there is no Prefect."""
+
+    def __init__(self, rest: PrefectRest | None, memory: Memory, dry_run: bool = False) -> None:
+        self._rest = rest
+        self._memory = memory
+        self._dry = dry_run
+        self._flows: dict[str, FlowRun] = {}
+        self._away = (
+            "" if rest else "there is no Prefect server: none is configured, and `slipstream up` does not run here"
+        )
+
+    def all(self, roots: Sequence[Path] | None) -> list[Row]:
+        rows: list[Row] = []
+        open_runs: list[RunFolder] = []
+        flow_runs: set[str] = set()
+        for run in runs_in(known_roots() if roots is None else roots):
+            try:
+                if (settled := self._memory.done(run)) is not None:
+                    flow_runs.add(settled)
+                    continue
+                if not is_ours(run):
+                    continue
+                open_runs.append(run)
+                flow_runs.add(str(read_object(run.path / "origin.json").get("flow_run") or ""))
+            except (OSError, DamagedFile) as error:
+                rows.append(_problem(run, error))
+        self._ask(open_runs)
+        if self._away:
+            rows.append(Row(PREFECT, Act.NOTHING, self._away))
+        for run in open_runs:
+            try:
+                rows += self._one(run)
+            except Exception as error:  # the other runs are not to wait for this one
+                rows.append(_problem(run, error))
+        return rows + (self._without_folder(flow_runs) if roots is None else [])
+
+    def _ask(self, runs: Sequence[RunFolder]) -> None:
+        """What Prefect says of all of them, at once."""
+        if self._rest is None:
+            return
+        wanted = [str(read_object(run.path / "origin.json").get("flow_run") or "") for run in runs]
+        try:
+            self._flows = self._rest.flow_runs(filter(None, wanted))
+        except PrefectAway as error:
+            self._away = str(error)
+
+    def _look(self, run: RunFolder) -> tuple[Look, FlowRun | None]:
+        flow = self._flows.get(str(read_object(run.path / "origin.json").get("flow_run") or ""))
+        found = look(run, self._memory, [flow.state, flow.at] if flow else None)
+        state = _state_of(flow) if flow else None
+        return replace(found, facts=replace(found.facts, answers=not self._away, flow=state)), flow
+
+    def _one(self, run: RunFolder) -> list[Row]:
+        rows: list[Row] = []
+        for _ in range(MAX_ACTS):
+            found, flow = self._look(run)
+            plan = reconcile(found.facts)
+            row = Row(run.run_id, plan.act, plan.why, str(run.path), plan.state)
+            if plan.act is Act.NOTHING:
+                if plan.settled:
+                    self._memory.settle(run, found.facts.flow_run)
+                return rows or [row]
+            if self._dry:
+                return [*rows, row]
+            problem = self._act(found, plan, flow)
+            rows.append(replace(row, problem=problem))
+            if problem or plan.act in (Act.LEAD_BY_FLOW, Act.LEAD_HERE):
+                return rows
+        return rows
+
+    def _act(self, found: Look, plan: Plan, flow: FlowRun | None) -> str:
+        """Do it; returns what kept it from being done, or ""."""
+        try:
+            if plan.act is Act.LEAD_HERE:
+                note_lead(found)
+                supervise_detached(found.run)
+            elif plan.act is Act.LEAD_BY_FLOW and flow is not None:
+                note_lead(found, flow.id, flow.run_count)
+                return self._set(flow, "SCHEDULED", "AwaitingRetry", plan.why)
+            elif plan.act is Act.SET_STATE and flow is not None:
+                return self._set(flow, plan.state, NAMES[plan.state], plan.why[:MESSAGE])
+            elif not do(found, plan):
+                return "somebody leads it meanwhile"
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def _set(self, flow: FlowRun, state: str, name: str, message: str) -> str:
+        assert self._rest is not None
+        try:
+            done = self._rest.set_state(flow, state, name, message)
+            self._flows |= self._rest.flow_runs([flow.id])
+        except PrefectAway as error:
+            return str(error)
+        return "" if done else "it was cancelled in Prefect meanwhile"
+
+    def _without_folder(self, known: set[str]) -> list[Row]:
+        """Flow runs of this instance that were started, and died before they had a run folder."""
+        if self._rest is None or self._away:
+            return []
+        rows = []
+        try:
+            for flow in self._rest.starting(instance_tag(instance_id()), "train"):
+                if flow.id in known or time.time() - flow.at > RECENT_S:
+                    continue
+                state = _state_of(flow)
+                seen_s, _ = self._memory.seen(f"flow {flow.id}", [flow.state, flow.at])
+                plan = without_folder(state, seen_s, flow.run_count, MAX_STARTS)
+                again = plan.act is not Act.NOTHING and not self._dry
+                problem = self._set(flow, "SCHEDULED", "AwaitingRetry", plan.why) if again else ""
+                rows.append(Row(f"flow run {flow.id}", plan.act, plan.why, problem=problem))
+        except PrefectAway as error:
+            rows.append(Row(PREFECT, Act.NOTHING, str(error)))
+        return rows
+
+
+def _state_of(flow: FlowRun) -> FlowState:
+    return FlowState(flow.state, flow.at, abs(time.time() - flow.at), bool(flow.deployment), flow.cancelled)
+
+
+def _problem(run: RunFolder, error: Exception) -> Row:
+    return Row(run.run_id, Act.NOTHING, "it could not be looked at", str(run.path), problem=f"{error}")
+
+
+def supervise_detached(run: RunFolder) -> int:
+    """Start `slipstream supervise RUN` in a session of its own, its words in logs/supervise.log. Returns its process id.
+
+    Raises OSError.
+    """
+    folder = started_in(run)
+    words = [sys.executable, "-c", "from flows.cli.main import main; main()", "supervise", str(run.path)]
+    paths = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    run.logs.mkdir(mode=0o700, exist_ok=True)
+    with open(run.logs / "supervise.log", "ab") as log:
+        child = subprocess.Popen(
+            words,
+            cwd=folder if folder.is_dir() else HOME,
+            env={**environment, "PYTHONPATH": paths},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return child.pid

@@ -1,0 +1,223 @@
+"""Runs as reconciliation sees them: folder and jobs, and what is done to those. Prefect's part is in `flows.reconciliation`."""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.backend import Backend
+from cluster.decide import Kind
+from cluster.intents import intent_file
+from cluster.jobs import JobRecord, JobState, JobView
+from cluster.profile import ClusterError
+from slipstream.config_file import ConfigError
+from slipstream.instance import home, instance_id
+from slipstream.run_config import RecoverySection
+from slipstream.run_folder import DamagedFile, RunFolder, read_object, write_json
+from tasks.finish import finish
+from tasks.leads import in_a_row, lead_now, read_leads, record_lead, resumed_at
+from tasks.lease import begin_after, sight
+from tasks.observe import cancel_request, newest_attempt
+from tasks.origin import origin_file, read_origin
+from tasks.outcome import Outcome, read_outcome, write_outcome
+from tasks.reconcile_policy import Act, Facts, Leader, Plan
+from tasks.records import log_event, run_step
+from tasks.stop import request_cancel, stop_jobs
+from tasks.stored import all_jobs, backend_anyway, stored_config
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Memory:
+    """What earlier passes on this host have seen, and when, by this host's monotonic clock.
+
+    That clock is the same for all processes, stands still while the machine sleeps, and starts anew with each boot,
+    which makes what was seen before void.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._file = (folder or home() / "reconcile") / f"{socket.gethostname()}.json"
+        stored: dict[str, Any] = {}
+        with contextlib.suppress(DamagedFile, OSError):
+            stored = read_object(self._file)
+        boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+        same = stored.get("boot") == boot
+        self._boot = boot
+        self._before: dict[str, Any] = stored.get("seen", {}) if same else {}
+        self._seen: dict[str, Any] = {}
+        self._done: dict[str, Any] = stored.get("done", {})
+
+    def seen(self, key: str, value: Any) -> tuple[float, bool]:
+        """(seconds since `key` was first seen to have `value`, whether it was seen to change)."""
+        now = time.monotonic()
+        before = self._seen.get(key) or self._before.get(key)
+        if before is None or before["value"] != value:
+            before = {"value": value, "since": now, "moved": before is not None}
+        self._seen[key] = before
+        return now - before["since"], bool(before["moved"])
+
+    def done(self, run: RunFolder) -> str | None:
+        """The flow run ("" where there is none) of a run that was settled, and has not been touched since; else None."""
+        known = self._done.get(str(run.path))
+        return str(known[1]) if known and known[0] == _stamp(run) else None
+
+    def settle(self, run: RunFolder, flow_run: str) -> None:
+        if stamp := _stamp(run):
+            self._done[str(run.path)] = [stamp, flow_run]
+
+    def save(self) -> None:
+        """Only what was seen in this pass is kept. A home that takes no writes makes each pass the first."""
+        self._done = {path: value for path, value in self._done.items() if Path(path).exists()}
+        with contextlib.suppress(OSError):
+            write_json(self._file, {"boot": self._boot, "seen": self._seen, "done": self._done})
+
+
+def _stamp(run: RunFolder) -> int:
+    try:
+        return (run.path / "outcome.json").stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+@dataclass(frozen=True)
+class Look:
+    """A run of this instance, as it stands. `facts` lacks what Prefect says."""
+
+    run: RunFolder
+    facts: Facts
+    term: int = 0
+    lease_s: float = 60.0
+    step: int = 0
+    queued: bool = False
+
+
+def runs_in(roots: Sequence[Path]) -> list[RunFolder]:
+    """All runs in the storage roots that say where they come from."""
+    return [RunFolder(path.parent) for root in roots for path in sorted(root.glob("*/origin.json"))]
+
+
+def is_ours(run: RunFolder) -> bool:
+    """Whether the run is of this instance and this user. Raises OSError, DamagedFile."""
+    return read_origin(run).instance == instance_id() and origin_file(run).stat().st_uid == os.getuid()
+
+
+def look(run: RunFolder, memory: Memory, flow_state: Any = None) -> Look:
+    """The run as it stands; `flow_state`: what Prefect says of it, to judge how long that has been so.
+
+    Raises OSError and DamagedFile where its storage does not answer.
+    """
+    recovery, prepared = RecoverySection(), run.run_file.exists()
+    with contextlib.suppress(ConfigError):
+        recovery = stored_config(run).recovery if prepared else recovery
+    leader, who, term = _leader(run, recovery.lease, memory)
+    ended, origin = read_outcome(run), read_origin(run)
+    seen_s, _ = memory.seen(f"run {run.path}", [str(leader), term, flow_state])
+    step, since = run_step(run), resumed_at(run)
+    facts = Facts(
+        flow_run=origin.flow_run,
+        prepared=prepared,
+        outcome=ended.kind if ended else None,
+        reason=ended.reason if ended else "",
+        age_s=_age_s(run),
+        leader=leader,
+        who=who,
+        cancel=cancel_request(run),
+        resumed_at=since,
+        leads=in_a_row(read_leads(run), step, since),
+        max_leads=recovery.max_restarts,
+        seen_s=seen_s,
+    )
+    found = Look(run, facts, term, recovery.lease, step)
+    return found if leader in (Leader.LIVES, Leader.UNSURE) else _with_jobs(found, origin.host)
+
+
+def _age_s(run: RunFolder) -> float:
+    when = read_object(run.path / "outcome.json", "time").get("time")
+    return abs(time.time() - when) if isinstance(when, int | float) else 0.0
+
+
+def _leader(run: RunFolder, lease_s: float, memory: Memory) -> tuple[Leader, str, int]:
+    """(who leads the run, in words, the term that was judged)."""
+    found = sight(run)
+    silent_s, moved = memory.seen(f"lease {run.path}", [found.term, found.counter])
+    if found.term == 0 or found.gone or (silent_s > lease_s and not found.released):
+        return Leader.NONE, "", found.term
+    if found.released:
+        return Leader.RELEASED, "", found.term
+    lives = moved or found.host == socket.gethostname()
+    return (Leader.LIVES if lives else Leader.UNSURE), found.who, found.term
+
+
+def _with_jobs(found: Look, made_on: str) -> Look:
+    """What is known of its jobs; of a run that has ended also of those that its records have lost."""
+    run, backend = found.run, backend_anyway(found.run)
+    if found.facts.outcome is not None:
+        with contextlib.suppress(ClusterError):
+            backend.adopt(run)
+    jobs = all_jobs(run)
+    views = backend.look(run, jobs)
+    live = [job for job in jobs if job.incarnation in views and not views[job.incarnation].state.ended]
+    states = [views[job.incarnation].state for job in live]
+    here = socket.gethostname()
+    elsewhere = next((job.host for job in live if job.executor == "local" and job.host != here), "")
+    if not elsewhere and found.facts.outcome is None and _is_local(backend) and made_on not in ("", here) and not jobs:
+        elsewhere = made_on
+    facts = replace(
+        found.facts,
+        live=tuple(f"{job.role} (job {job.job_id})" for job in live),
+        jobs_known=JobState.UNKNOWN not in states,
+        elsewhere=elsewhere,
+        batch=any(_leads_itself(run, job, views[job.incarnation]) for job in live),
+    )
+    return replace(found, facts=facts, queued=bool(states) and set(states) <= {JobState.PENDING, JobState.HELD})
+
+
+def _is_local(backend: Backend) -> bool:
+    from cluster.local_backend import LocalBackend
+
+    return isinstance(backend, LocalBackend)
+
+
+def _leads_itself(run: RunFolder, job: JobRecord, view: JobView) -> bool:
+    """Whether it is a job of `slurm/train.sbatch`, which nobody submitted with an intent."""
+    known = view.state is not JobState.UNKNOWN
+    return known and job.role == "allocation" and not intent_file(run, job.role, job.attempt, job.incarnation).exists()
+
+
+def note_lead(found: Look, flow_run: str = "", run_count: int = 0) -> None:
+    """On storage, before anybody is asked to lead. Raises OSError."""
+    record_lead(found.run, lead_now(found.step, found.queued, flow_run, run_count))
+    asked = f"flow run {flow_run} is to start again" if flow_run else "a supervisor is started"
+    log_event(found.run, newest_attempt(found.run), f"nobody leads the run: {asked}")
+
+
+def do(found: Look, plan: Plan) -> bool:
+    """Carry out what concerns folder and jobs; False where somebody has begun to lead the run meanwhile.
+
+    Raises OSError.
+    """
+    run = found.run
+    if plan.act is Act.ASK_TO_STOP:
+        request_cancel(run, "Prefect", plan.why)
+        return True
+    lease = begin_after(run, found.term, found.lease_s)
+    if lease is None:
+        return False
+    try:
+        if plan.act is Act.CANCEL:
+            request_cancel(run, "Prefect", plan.why)
+        stop_jobs(run)
+        if plan.act is not Act.STOP_JOBS and read_outcome(run) is None:
+            kind = Kind.FAIL if plan.act is Act.FAIL else Kind.CANCELLED
+            reason = plan.why if kind is Kind.FAIL else cancel_request(run) or plan.why
+            write_outcome(run, Outcome(kind, reason), newest_attempt(run))
+            log_event(run, newest_attempt(run), f"{kind}: {reason}")
+            with contextlib.suppress(Exception):
+                finish(run)
+    finally:
+        lease.release()
+    return True
