@@ -132,7 +132,8 @@ def train(config: RunConfig, run_id: str | None = None) -> str | State[None]:
     """
     whence = None
     if deployment.id and flow_run.id:
-        run_id = run_id or f"{config.name}-{UUID(str(flow_run.id)).hex[:12]}"
+        # its end: flow runs that the scheduler makes at once begin with the same digits, those of the time
+        run_id = run_id or f"{config.name}-{UUID(str(flow_run.id)).hex[-12:]}"
         whence = origin_here(str(flow_run.id), str(deployment.id))
         if (state := skipped(Path(config.storage.root), run_id)) is not None:
             return state

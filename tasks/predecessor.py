@@ -68,11 +68,16 @@ def look(root: Path, warn: Callable[[str], None] | None = None) -> list[Seen]:
 
 def _look_at(run: RunFolder) -> Seen:
     """Raises DamagedFile, OSError."""
-    outcome = read_object(run.path / "outcome.json", "attempt")
+    return Seen(run.run_id, read_origin(run).deployment, bool(end_of(run)))
+
+
+def end_of(run: RunFolder) -> dict[str, Any]:
+    """The outcome of the newest attempt of a run, or of a sweep; {} while it works. Raises DamagedFile, OSError."""
+    outcome = read_object(run.path / "outcome.json", "attempt", "time")
     newest = newest_attempt(run)
     attempt = outcome.get("attempt") if outcome else None
     attempt = newest if outcome and attempt is None else attempt
-    return Seen(run.run_id, read_origin(run).deployment, has_ended(attempt, newest))
+    return outcome if has_ended(attempt, newest) else {}
 
 
 def _is_ours(path: Path) -> bool:
