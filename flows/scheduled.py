@@ -1,19 +1,26 @@
-"""What a schedule starts: a training of a preset or a file, or a sweep."""
+"""What a schedule starts: a training of a preset or a file, or a sweep.
+
+Call `flows.connection.connect` before this module is imported.
+"""
 
 import contextlib
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from flows.apply import known_flows
 from flows.cli.plain import HOME
-from flows.names import runs_pool
+from flows.deployments import FlowFacts
+from flows.names import care_pool, runs_pool
 from flows.presets import EXAMPLES, VALID
 from slipstream.config_file import ConfigError, Problem, load_config
 from tasks.prepare import check
 
 SOURCE = "the schedule"
+SWEEP_KEYS = {"axes", "cells", "base"}  # of a sweep file; no configuration has them
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,7 @@ class Work:
     """Attributes:
     flow: name of the flow, the first half of the deployment's name.
     preset: name of the preset, or of the file without its ending.
-    entrypoint: of the flow, for Prefect.
+    facts: of the flow.
     parameters: of the flow, all of them: they become the deployment's defaults.
     pool: work pool that the runs are started in.
     cwd: folder that they start in; relative paths are relative to it.
@@ -30,25 +37,28 @@ class Work:
 
     flow: str
     preset: str
-    entrypoint: str
+    facts: FlowFacts
     parameters: dict[str, Any]
     pool: str
     cwd: Path
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def entrypoint(self) -> str:
+        """Of the flow, for Prefect; in full where the runs start elsewhere than in the checkout."""
+        return self.facts.entrypoint if self.cwd == HOME else f"{HOME}/{self.facts.entrypoint}"
+
 
 def work_of(what: str, overrides: Sequence[str], instance: str) -> Work:
     """What PRESET|FILE with its overrides is, checked. Raises ConfigError."""
     path, cwd = _find(what)
-    if "axes" in _top_level(path):
+    if SWEEP_KEYS & set(_top_level(path)):
         return _sweep(path, overrides, instance, cwd)
     with contextlib.chdir(cwd):
         config = load_config(path, overrides)
         notes = [str(problem) for problem in check(config)]
-    entrypoint = f"{HOME / 'flows' / 'train.py'}:train"
-    return Work(
-        "train", path.stem, entrypoint, {"config": config.model_dump(mode="json")}, runs_pool(instance), cwd, notes
-    )
+    facts = known_flows()["train"]
+    return Work("train", path.stem, facts, {"config": config.to_plain()}, runs_pool(instance), cwd, notes)
 
 
 def _find(what: str) -> tuple[Path, Path]:
@@ -76,4 +86,10 @@ def _top_level(path: Path) -> dict[str, Any]:
 
 
 def _sweep(path: Path, overrides: Sequence[str], instance: str, cwd: Path) -> Work:
-    raise ConfigError([Problem("FILE", str(path), "is a sweep, and sweeps cannot be scheduled yet")], SOURCE)
+    """Raises ConfigError."""
+    facts = known_flows().get("sweep")
+    if facts is None:
+        raise ConfigError([Problem("FILE", str(path), "is a sweep, and there is no flow for sweeps")], SOURCE)
+    with contextlib.chdir(cwd):
+        parameters = import_module("flows.sweep").parameters_of(path, overrides)
+    return Work("sweep", path.stem, facts, parameters, care_pool(instance), cwd)

@@ -21,11 +21,10 @@ from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound
-from prefect.flows import Flow, load_flow_from_entrypoint
 from prefect.server.schemas import schedules as server
-from prefect.utilities.callables import parameter_schema
 
 from flows.cron import dates
+from flows.deployments import PULL_STEP, SCHEDULED
 from flows.names import TAG, deployment_name, instance_tag
 from flows.prefect_api import PrefectUnavailable
 from flows.scheduled import SOURCE, Work
@@ -55,7 +54,7 @@ class Schedule:
 
 def scheduled_name(instance: str, preset: str, name: str) -> str:
     """Name of a schedule's deployment."""
-    return f"{deployment_name(instance, preset)}@{name}"
+    return f"{deployment_name(instance, preset)}{SCHEDULED}{name}"
 
 
 @contextlib.contextmanager
@@ -96,22 +95,21 @@ def add(instance: str, name: str, work: Work, cron: str, timezone: str, paused: 
                 f"the Prefect server has no work pool {work.pool!r}, so nothing would start the runs: "
                 "`slipstream up`, or `slipstream deploy` for a server that runs already, makes it"
             ) from None
-        flow: Flow[..., object] = load_flow_from_entrypoint(work.entrypoint, use_placeholder_flow=False)
         deployment = scheduled_name(instance, work.preset, name)
         when = DeploymentScheduleCreate(
             schedule=CronSchedule(cron=cron, timezone=timezone), active=not paused, slug=name
         )
         client.create_deployment(
-            flow_id=client.create_flow(flow),
+            flow_id=client.create_flow_from_name(work.flow),
             name=deployment,
             schedules=[when],
             parameters=work.parameters,
-            description=f"Schedule `{name}`. Change it with `slipstream schedule`.",
+            description=f"Schedule `{name}` of `{work.preset}`, by `slipstream schedule`.\n\n{work.facts.description}",
             work_pool_name=work.pool,
             tags=[TAG, instance_tag(instance)],
             entrypoint=work.entrypoint,
-            pull_steps=[{"prefect.deployments.steps.set_working_directory": {"directory": str(work.cwd)}}],
-            parameter_openapi_schema=parameter_schema(flow).model_dump_for_openapi(),
+            pull_steps=[{PULL_STEP: {"directory": str(work.cwd)}}],
+            parameter_openapi_schema=dict(work.facts.schema),
             enforce_parameter_schema=True,
         )
     return f"{work.flow}/{deployment}"
@@ -156,11 +154,11 @@ def _deployments(client: SyncPrefectClient, instance: str) -> list[DeploymentRes
 
 def is_schedule(instance: str, deployment: str) -> bool:
     """Whether a deployment of that name (without the flow's) is a schedule of the instance."""
-    return deployment.startswith(f"{instance}.") and "@" in deployment
+    return deployment.startswith(f"{instance}.") and SCHEDULED in deployment
 
 
 def _name(deployment: str) -> str:
-    return deployment.rpartition("@")[2]
+    return deployment.rpartition(SCHEDULED)[2]
 
 
 def _named(client: SyncPrefectClient, instance: str, name: str) -> Schedule | None:

@@ -7,17 +7,14 @@ hand a resumed run the job of a dead one. No result is persisted.
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
-from prefect.runtime import deployment, flow_run
-from prefect.states import State
+from prefect.runtime import flow_run
 
 from cluster.clients import ClusterAway
 from cluster.decide import Decision, Kind, Observation
 from cluster.jobs import JobRecord
-from flows.predecessor import skipped
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from tasks import finish as finishing
@@ -27,15 +24,14 @@ from tasks import start as starting
 from tasks import stop as stopping
 from tasks import supervise as supervising
 from tasks.interrupt import uninterrupted
-from tasks.origin import Origin, origin_here
 from tasks.outcome import Outcome, outcome_of
 
 OPTIONS: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
 
 
 @task(name="prepare", **OPTIONS)
-def prepare(config: RunConfig, run_id: str | None, whence: Origin | None) -> str:
-    prepared = preparing.prepare(config, run_id, whence)
+def prepare(config: RunConfig, run_id: str | None) -> str:
+    prepared = preparing.prepare(config, run_id)
     get_run_logger().info("run folder %s", prepared.run.path)
     for note in prepared.notes:
         get_run_logger().warning(note)
@@ -120,24 +116,16 @@ def _flow_run_name() -> str:
 
 
 @flow(name="train", flow_run_name=_flow_run_name, persist_result=False)
-def train(config: RunConfig, run_id: str | None = None) -> str | State[None]:
+def train(config: RunConfig, run_id: str | None = None) -> str:
     """Train a model with asynchronous reinforcement learning.
 
     Args:
         config: everything about the run.
         run_id: name of the run's folder; empty: made from the configuration's name, the time and a random part.
 
-    Returns the run folder; of a scheduled start whose predecessor still works the state that says so. Raises
-    ConfigError, RunFolderError, RunFailed, RunCancelled.
+    Returns the run folder. Raises ConfigError, RunFolderError, RunFailed, RunCancelled.
     """
-    whence = None
-    if deployment.id and flow_run.id:
-        # its end: flow runs that the scheduler makes at once begin with the same digits, those of the time
-        run_id = run_id or f"{config.name}-{UUID(str(flow_run.id)).hex[-12:]}"
-        whence = origin_here(str(flow_run.id), str(deployment.id))
-        if (state := skipped(Path(config.storage.root), run_id)) is not None:
-            return state
-    return _run_attempt(prepare(config, run_id, whence))
+    return _run_attempt(prepare(config, run_id))
 
 
 @flow(name="resume", flow_run_name=_flow_run_name, persist_result=False)

@@ -18,7 +18,7 @@ from slipstream.run_folder import RunFolder, new_run_id, read_object, write_atom
 from tasks.interrupt import uninterrupted
 from tasks.lease import claim, release
 from tasks.observe import heartbeat, newest_attempt
-from tasks.origin import Origin, origin_here, write_origin
+from tasks.origin import origin_here, write_origin
 from tasks.outcome import NothingToResume
 from tasks.records import forgive, log_event
 from tasks.start import next_attempt
@@ -56,7 +56,7 @@ def profile_of(config: RunConfig) -> ClusterProfile:
         raise ConfigError([Problem("", None, str(error))]) from None
 
 
-def prepare(config: RunConfig, run_id: str | None = None, whence: Origin | None = None) -> Prepared:
+def prepare(config: RunConfig, run_id: str | None = None) -> Prepared:
     """Check `config`, then make the run folder and claim its first attempt.
 
     Nothing is created where the check fails. Raises ConfigError, RunFolderError.
@@ -64,7 +64,7 @@ def prepare(config: RunConfig, run_id: str | None = None, whence: Origin | None 
     notes = tuple(str(warning) for warning in check(config))
     run = RunFolder.create(config.storage.root, run_id or new_run_id(config.name))
     claim(run, config.recovery.lease)
-    write_origin(run, whence or origin_here())
+    write_origin(run, origin_here())
     with contextlib.suppress(OSError):  # a home that takes no writes keeps no run from starting
         remember_root(run.path.parent)
     write_atomic(run.run_file, dump_config(config))
