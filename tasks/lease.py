@@ -63,6 +63,11 @@ class Lease:
         while not self._stopped.wait(self._interval_s):
             self._write()
 
+    def silence(self) -> None:
+        """Beat no more. The term stays this process's own until another takes over."""
+        self._stopped.set()
+        self._thread.join()
+
     def release(self) -> None:
         self._stopped.set()
         self._thread.join(5)
@@ -237,3 +242,10 @@ def release(run: RunFolder) -> None:
     lease = _held.pop(run.path, None)
     if lease is not None:
         lease.release()
+
+
+def keep_silent(run: RunFolder) -> None:
+    """Write nothing more into the run's folder, which is about to go; `release` then only forgets it."""
+    lease = _held.get(run.path)
+    if lease is not None:
+        lease.silence()

@@ -32,8 +32,9 @@ def environment(**more: str) -> dict[str, str]:
 class PrefectServer:
     """A `prefect server start` that asks for a password, on a port that it keeps."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, **settings: str) -> None:
         self.home = home
+        self._settings = settings
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
@@ -47,6 +48,7 @@ class PrefectServer:
             "PREFECT_HOME": str(self.home),
             "PREFECT_SERVER_API_AUTH_STRING": PASSWORD,
             "PREFECT_API_AUTH_STRING": PASSWORD,
+            **self._settings,
         }
         self._process = spawn(argv, self.home / "server.log", environment(**settings))
         end = time.monotonic() + PATIENCE_S

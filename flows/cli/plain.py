@@ -44,7 +44,7 @@ def fail_plainly(command: Callable[..., int]) -> Callable[..., None]:
         except click.ClickException:
             raise
         except OSError as error:
-            click.echo(f"error: {_storage_text(error)}", err=True)
+            click.echo(f"error: {storage_text(error)}", err=True)
             code = 1
         except Exception as error:
             click.echo(f"error: {_text(error)}", err=True)
@@ -59,7 +59,7 @@ def _text(error: Exception) -> str:
     return str(error) if name in PLAIN else f"{name}: {error}"
 
 
-def _storage_text(error: OSError) -> str:
+def storage_text(error: OSError) -> str:
     """What the operating system refused, with the file and the way out."""
     import errno
 
