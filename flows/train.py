@@ -15,6 +15,7 @@ from prefect.runtime import flow_run
 from cluster.clients import ClusterAway
 from cluster.decide import Decision, Kind, Observation
 from cluster.jobs import JobRecord
+from flows.run_page import showing
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from tasks import finish as finishing
@@ -87,6 +88,11 @@ def finish(run_dir: str) -> str:
 
 def _run_attempt(run_dir: str) -> str:
     """The body of both flows. Whatever ends it, no job of the run is left."""
+    with showing(RunFolder(run_dir)):
+        return _led(run_dir)
+
+
+def _led(run_dir: str) -> str:
     run = RunFolder(run_dir)
     try:
         start_server(run_dir)
