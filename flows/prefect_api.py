@@ -38,6 +38,9 @@ PRIVATE = {
 }
 
 
+_private = False  # whether this process uses a server of its own
+
+
 class PrefectUnavailable(Exception):
     """The private Prefect API could not be started."""
 
@@ -70,6 +73,11 @@ def check_reachable(url: str) -> None:
         ) from None
 
 
+def nobody_looks() -> bool:
+    """Whether flow runs of this process are on a private server, which has no UI and ends with it."""
+    return _private
+
+
 @contextlib.contextmanager
 def prefect_api(home: Path, log_name: str) -> Iterator[str]:
     """The API's URL, with the environment set so that prefect uses it; a private server is stopped at the end.
@@ -96,6 +104,8 @@ def prefect_api(home: Path, log_name: str) -> Iterator[str]:
     log = home / f"{log_name}.log"
     process, url = _start(log)
     os.environ["PREFECT_API_URL"] = url
+    global _private
+    _private = True
     try:
         yield url
     finally:

@@ -14,6 +14,7 @@ from cluster.decide import Kind
 from flows import steps
 from flows.deployed import here, lead
 from flows.refused import refusing
+from flows.run_page import showing
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from tasks import finish as finishing
@@ -25,6 +26,11 @@ from tasks.outcome import outcome_of
 
 def _run_attempt(run_dir: str) -> str:
     """The body of both flows where no worker runs them. Whatever ends it, no job of the run is left."""
+    with showing(RunFolder(run_dir)):
+        return _led(run_dir)
+
+
+def _led(run_dir: str) -> str:
     run = RunFolder(run_dir)
     try:
         steps.start_server(run_dir)

@@ -147,6 +147,21 @@ def observe(
     )
 
 
+def states_of(jobs: Mapping[str, JobRecord], views: Mapping[str, JobView]) -> dict[str, dict[str, Any]]:
+    """What the scheduler said of each job, by incarnation, as the supervisor's heartbeat carries it: whoever shows a run
+    reads it there, and asks no scheduler."""
+    seen = {job.incarnation: (role, views[job.incarnation]) for role, job in jobs.items() if job.incarnation in views}
+    return {
+        incarnation: {
+            "role": role,
+            "state": str(view.state),
+            "nodes": list(view.nodes),
+            "reason": view.queue_reason or view.reason,
+        }
+        for incarnation, (role, view) in seen.items()
+    }
+
+
 def _result_of(run: RunFolder) -> Any:
     """The attempt that wrote the run's result. A damaged one is written again by the next attempt."""
     with contextlib.suppress(DamagedFile):

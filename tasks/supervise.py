@@ -19,7 +19,7 @@ from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from tasks.interrupt import uninterrupted
 from tasks.lease import Lease, LeaseWatch, StepDown, held_lease, lead_if_free, release
-from tasks.observe import ask_to_leave, cancel_request, evidence, newest_attempt, observe, policy_of
+from tasks.observe import ask_to_leave, cancel_request, evidence, newest_attempt, observe, policy_of, states_of
 from tasks.outcome import Outcome, RunCancelled, RunFailed, outcome_of, read_outcome, write_outcome
 from tasks.records import assign, assigned_jobs, assignment, log_event, read_faults, record_fault, run_step
 from tasks.start import start_role
@@ -216,6 +216,8 @@ class Supervisor:
                         assign(self.run, newest_attempt(self.run), **{role: None})
                         missing = [other for other in missing if other != role]
         self._views = self.backend.look(self.run, list(self._jobs.values()))
+        if self._beat is not None:
+            self._beat.update(jobs=states_of(self._jobs, self._views))
         return observe(self.run, self._jobs, self._views, missing, time.monotonic(), time.time())
 
     def _start(self, role: str) -> bool:
