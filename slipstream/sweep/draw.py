@@ -169,6 +169,8 @@ def _lines(quantity: Quantity, ranking: Ranking, key: str) -> bytes:
         offset = {"textcoords": "offset points", "xytext": (0, 7)}
         axis.annotate(quantity.form.format(y), (x, y), ha="center", fontsize=8, color=INK, **offset)
     axis.margins(x=0.08, y=0.2)
+    if drawn and min(y for _, y in drawn) >= 0:
+        axis.set_ylim(bottom=0)
     axis.set_xticks(range(len(values)), [shown(value) for value in values])
     axis.set_xlabel(key, fontsize=9, color="#4b5563")
     axis.set_ylabel(quantity.unit, fontsize=9, color="#4b5563")

@@ -105,7 +105,8 @@ def override(key: str, value: Any) -> str:
     """A value of a cell as `--set` takes it."""
     if value is None or (isinstance(value, str) and value == DEFAULT):
         return f"{key}="
-    return f"{key}={json.dumps(value, ensure_ascii=False)}"
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the one character that only JSON allows
+    return f"{key}={text}"
 
 
 def configure(base: RunConfig, fixed: Mapping[str, Any], cell: CellSpec) -> RunConfig:

@@ -1,9 +1,9 @@
 """Asynchronous successive halving as a stopping rule: which cells that run are not worth their time. Pure.
 
 A cell reaches a rung once it has trained so many steps; its score there is the last value of the metric at or before
-the rung. Of all cells that have reached the rung by now, one in `factor` goes on (at least one). Nobody waits for
-others: the first to arrive goes on, and is judged again as more arrive. A cell without a value between this rung and
-the one before is not judged.
+the rung. Of all cells that have reached the rung by now and were good enough at the rungs before, one in `factor` goes
+on (at least one). Nobody waits for others: the first to arrive goes on, and is judged again as more arrive. A cell
+without a value between this rung and the one before is not judged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,17 +39,26 @@ def hopeless(
         running: those that may be stopped.
     """
     found: dict[str, str] = {}
+    out: set[str] = set()  # not good enough at an earlier rung, so no measure for others
     before = 0
     for rung in rungs(halving, max(steps.values(), default=0)):
         scores = {}
         for cell, done in steps.items():
-            if done >= rung and (score := score_at(curves.get(cell, ()), rung, before)) is not None:
+            if cell in out or done < rung:
+                continue
+            if (score := score_at(curves.get(cell, ()), rung, before)) is not None:
                 scores[cell] = score
+        before = rung
+        if not scores:
+            continue
         keep = max(1, len(scores) // halving.factor)
         ranked = sorted(scores, key=lambda cell: (-scores[cell], cell))
-        for place, cell in enumerate(ranked[keep:], keep + 1):
-            if cell in running and scores[cell] < scores[ranked[keep - 1]]:
-                why = f"place {place} of {len(ranked)} at step {rung} ({scores[cell]:.3g}); the best {keep} go on"
-                found.setdefault(cell, why)
-        before = rung
+        least = scores[ranked[keep - 1]]
+        for place, cell in enumerate(ranked, 1):
+            if scores[cell] < least:
+                out.add(cell)
+                if cell in running:
+                    found[cell] = (
+                        f"place {place} of {len(ranked)} at step {rung} ({scores[cell]:.3g}); the best {keep} go on"
+                    )
     return found

@@ -14,7 +14,7 @@ from slipstream.sweep.rank import Ranking, Row
 
 MORE_STYLE = """
 .panel img { width: 100%; max-width: 720px; height: auto; display: block; margin: 0 auto; }
-.scroll { overflow-x: auto; } td.n, th.n { text-align: right; white-space: nowrap; }
+.scroll { overflow-x: auto; } .fact b { white-space: normal; } td.n, th.n { text-align: right; white-space: nowrap; }
 tr.best td { background: #eff6ff; font-weight: 600; }
 """
 
@@ -105,10 +105,21 @@ def cells_of(row: Row, keys: Sequence[str], ranking: Ranking) -> list[str]:
     ]
 
 
+def said(row: Row, keys: Sequence[str]) -> str:
+    """What a cell sets, in words."""
+    return ", ".join(f"{n} {shown(row.values.get(k, ''))}" for k, n in zip(keys, short_names(keys), strict=True))
+
+
 def table_of(report: SweepReport) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the table. ★: the best cell; ◆: on the Pareto front."""
-    head = [COLUMNS[0], *report.keys, *COLUMNS[1:]]
+    head = [COLUMNS[0], *short_names(report.keys), *COLUMNS[1:]]
     return head, [cells_of(row, report.keys, report.ranking) for row in report.ranking.rows]
+
+
+def short_names(keys: Sequence[str]) -> list[str]:
+    """Keys without their section, where that names one of them."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
 
 
 def markdown(report: SweepReport) -> str:
@@ -134,7 +145,7 @@ def page(report: SweepReport, pictures: Mapping[str, bytes]) -> str:
     ranking = report.ranking
     best = next((row for row in ranking.rows if row.id == ranking.best), None)
     facts = {
-        "best cell": "–" if best is None else ", ".join(shown(best.values.get(key, "")) for key in report.keys),
+        "best cell": "–" if best is None else f"{best.id}: {said(best, report.keys)}",
         f"its final {ranking.metric}": "–" if best is None or best.reward is None else f"{best.reward:.3f}",
         **report.facts,
     }
