@@ -76,7 +76,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     An override's value is read as TOML, else taken as text (also where the key takes text only); an empty value puts
     the key back to its default. Raises ConfigError with all problems.
     """
-    return parse_config(_read(Path(path).expanduser()), overrides, source=str(path))
+    return parse_config(read_toml(Path(path).expanduser()), overrides, source=str(path))
 
 
 def parse_config(values: dict[str, Any], overrides: Sequence[str] = (), source: str = "the configuration") -> RunConfig:
@@ -117,7 +117,8 @@ def _dump(container: Any, section: BaseModel) -> None:
         container.add(name, table)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError, with the line that is wrong."""
     try:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -194,7 +195,7 @@ def _override(values: dict[str, Any], text: str) -> Problem | None:
         section = child
     if raw == "":
         if key not in known_keys():
-            return Problem(key, raw, _unknown(key))
+            return Problem(key, raw, unknown_key(key))
         section.pop(parts[-1], None)
         return None
     try:
@@ -207,7 +208,8 @@ def _override(values: dict[str, Any], text: str) -> Problem | None:
     return None
 
 
-def _unknown(key: str) -> str:
+def unknown_key(key: str) -> str:
+    """What is said of a key that there is none of: the nearest one, or all of its section."""
     nearest = nearest_key(key)
     if nearest:
         return f"unknown key; did you mean {nearest}?"
@@ -221,7 +223,7 @@ def _unknown_keys(values: dict[str, Any], prefix: str) -> Iterator[Problem]:
     for name in list(values):
         key = prefix + name
         if key not in known_keys():
-            yield Problem(key, values.pop(name), _unknown(key))
+            yield Problem(key, values.pop(name), unknown_key(key))
         elif isinstance(values[name], dict) and is_section(key):
             yield from _unknown_keys(values[name], f"{key}.")
 

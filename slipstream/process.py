@@ -21,6 +21,7 @@ PR_SET_PDEATHSIG = 1
 TERMINATE_GRACE_S = 20.0
 HEARTBEAT_INTERVAL_S = 2.0
 HEARTBEAT_WRITE_S = 0.5
+STARTED = time.time()  # when this process came up, nearly: leaders import this first
 
 
 INCARNATION_ENV = "SLIPSTREAM_INCARNATION"
@@ -142,6 +143,7 @@ class Heartbeat:
             "incarnation": incarnation,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "started": STARTED,
             "phase": "starting",
             "progress": 0,
         }
@@ -221,6 +223,7 @@ def write_exit(
             "left": left,
             "log": str(log),
             "last_lines": "" if returncode == 0 else last_lines(log, lines),
+            "started": STARTED,
             "time": time.time(),
         },
     )

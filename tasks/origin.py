@@ -10,6 +10,8 @@ from pathlib import Path
 from slipstream.instance import instance_id
 from slipstream.run_folder import RunFolder, read_object, write_json
 
+SWEEP_ENV = "SLIPSTREAM_SWEEP"  # of a command that leads a cell: the sweep's id
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -35,7 +37,8 @@ class Origin:
 
 
 def origin_here(flow_run: str = "", deployment: str = "", sweep: str = "") -> Origin:
-    """An origin of this process, now."""
+    """An origin of this process, now. `sweep`: else what the environment says."""
+    sweep = sweep or os.environ.get(SWEEP_ENV, "")
     host, user, instance = socket.gethostname(), getpass.getuser(), instance_id()
     return Origin(os.getcwd(), host, user, time.time(), instance, flow_run, deployment, sweep)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from flows.cli import clean, front, reconcile, schedule, sweep
-from flows.cli.plain import HOME, ROOT, SET, fail_plainly, find_run
+from flows.cli.plain import HOME, ROOT, SET, fail_plainly, find_run, find_sweep
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -18,11 +18,12 @@ def main() -> None:
 @click.argument("config", type=click.Path(path_type=Path))
 @SET
 @click.option("--dry-run", is_flag=True, help="Print the configuration and all commands; start nothing.")
+@click.option("--run-id", hidden=True, help="Name of the run's folder.")
 @fail_plainly
-def train(config: Path, overrides: tuple[str, ...], dry_run: bool) -> int:
+def train(config: Path, overrides: tuple[str, ...], dry_run: bool, run_id: str | None) -> int:
     """Train a model as the TOML file CONFIG says."""
     again = ["slipstream", "train", str(config), *_flags(overrides), "--set", "trainer.learning_rate=…"]
-    return _train(config, overrides, dry_run, again)
+    return _train(config, overrides, dry_run, again, run_id)
 
 
 @main.command()
@@ -49,7 +50,7 @@ def _flags(overrides: tuple[str, ...]) -> list[str]:
     return [part for text in overrides for part in ("--set", text)]
 
 
-def _train(path: Path, overrides: tuple[str, ...], dry: bool, again: list[str]) -> int:
+def _train(path: Path, overrides: tuple[str, ...], dry: bool, again: list[str], run_id: str | None = None) -> int:
     from slipstream.config_file import load_config
 
     config = load_config(path, overrides)
@@ -65,7 +66,7 @@ def _train(path: Path, overrides: tuple[str, ...], dry: bool, again: list[str]) 
         click.echo(f"warning: {warning}", err=True)
     from flows.cli.session import run_train
 
-    return run_train(config, new_run_id(config.name), again)
+    return run_train(config, run_id or new_run_id(config.name), again)
 
 
 @main.command()
@@ -91,11 +92,16 @@ def resume(run: str, root: str | None) -> int:
 @click.option("--why", default="slipstream stop", help="Reason, for the record.")
 @fail_plainly
 def stop(run: str, root: str | None, why: str) -> int:
-    """Stop RUN: record the request, then stop its jobs."""
+    """Stop RUN: record the request, then stop its jobs. Of a sweep: stop all its cells."""
     import getpass
 
     from tasks.stop import stop as stop_run
 
+    if (sweep_folder := find_sweep(run, root)) is not None:
+        from tasks.sweep_stop import stop_sweep
+
+        click.echo(stop_sweep(sweep_folder, getpass.getuser(), why))
+        return 0
     folder = find_run(run, root)
     stopped = stop_run(folder, getpass.getuser(), why)
     names = ", ".join(f"{job.role} (job {job.job_id})" for job in stopped)
@@ -148,7 +154,12 @@ def status(run: str, root: str | None) -> int:
 @ROOT
 @fail_plainly
 def report(run: str, root: str | None) -> int:
-    """Write RUN's report and print its path."""
+    """Write the report of RUN, which may be a sweep, and print its path."""
+    if (sweep_folder := find_sweep(run, root)) is not None:
+        from tasks.sweep_report import write_report as write_sweep_report
+
+        click.echo(str(write_sweep_report(sweep_folder)))
+        return 0
     from slipstream.metrics.report import write_report
 
     click.echo(str(write_report(find_run(run, root))))

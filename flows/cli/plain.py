@@ -10,6 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from slipstream.run_folder import RunFolder
+    from tasks.sweep_folder import SweepFolder
 
 HOME = Path(__file__).resolve().parents[2]
 SET = click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
@@ -97,3 +98,13 @@ def find_run(name: str, root: str | None) -> "RunFolder":
         f"there is no run {name!r}: neither a run folder at that path nor a run of that id in {storage.absolute()}"
         + (f" (the newest there: {', '.join(known[-3:])})" if known else " (which holds no run); --root names another")
     )
+
+
+def find_sweep(name: str, root: str | None) -> "SweepFolder | None":
+    """The sweep at a path, or with an id under the storage root; None where there is none."""
+    from slipstream.run_config import StorageSection
+    from tasks.sweep_folder import SWEEP_FILE, SweepFolder
+
+    storage = Path(root or StorageSection().root).expanduser()
+    found = (path for path in (Path(name).expanduser(), storage / name) if (path / SWEEP_FILE).is_file())
+    return next((SweepFolder(path) for path in found), None)

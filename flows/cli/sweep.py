@@ -1,12 +1,107 @@
-"""`slipstream sweep`."""
+"""`slipstream sweep`: many runs of one configuration with other values."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from flows.cli.plain import fail_plainly
+from flows.cli.plain import HOME, SET, fail_plainly
+
+if TYPE_CHECKING:
+    from tasks.sweep_folder import SweepFolder
+    from tasks.sweep_prepare import Resolved
 
 
 @click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@SET
+@click.option("--at-once", type=click.IntRange(min=1), metavar="N", help="Most cells that run at the same time.")
+@click.option("--dry-run", is_flag=True, help="Print the cells; start nothing.")
+@click.option("--resume", is_flag=True, help="Continue the newest sweep of these cells; an error where there is none.")
+@click.option("--new", is_flag=True, help="Begin a new sweep though one of these cells has not ended.")
+@click.option("--retry-failed", is_flag=True, help="Try cells again that have failed, or that somebody stopped.")
+@click.option("--prefect", is_flag=True, help="Have a worker of the Prefect server do it, and print where to look.")
 @fail_plainly
-def sweep() -> int:
-    """Run a sweep."""
-    raise click.ClickException("not there yet")
+def sweep(
+    file: Path,
+    overrides: tuple[str, ...],
+    at_once: int | None,
+    dry_run: bool,
+    resume: bool,
+    new: bool,
+    retry_failed: bool,
+    prefect: bool,
+) -> int:
+    """Run the sweep that the TOML file FILE says, or go on with a sweep's folder.
+
+    The same command goes on with a sweep that has not ended: cells that have finished are not run again.
+    """
+    from slipstream.config_file import ConfigError, Problem
+    from slipstream.sweep.spec import load_sweep
+    from tasks.sweep_folder import SWEEP_FILE, SweepFolder
+    from tasks.sweep_prepare import check_all, create, resolve, unfinished
+
+    if resume and new:
+        raise ConfigError([Problem("", None, "--resume and --new exclude each other: leave one out")], "sweep")
+    if (file / SWEEP_FILE).is_file():
+        if overrides or new:
+            message = "a sweep that exists keeps its cells: give the sweep's file to begin another one"
+            raise ConfigError([Problem("", None, message)], str(file))
+        if prefect:
+            message = "a sweep that exists goes on where it was begun: leave --prefect out, or retry its flow run there"
+            raise ConfigError([Problem("", None, message)], str(file))
+        folder = SweepFolder.open(file)
+        if at_once is not None:
+            folder.write_spec(folder.spec().model_copy(update={"cells_at_once": at_once}))
+        return run_here(folder, retry_failed)
+    spec = load_sweep(file)
+    if at_once is not None:
+        spec = spec.model_copy(update={"cells_at_once": at_once})
+    resolved = resolve(spec, file.parent, presets(), overrides)
+    if dry_run:
+        click.echo(described(resolved), nl=False)
+        return 0
+    for warning in check_all(resolved):
+        click.echo(f"warning: {warning}", err=True)
+    if prefect:
+        from flows.cli.sweep_prefect import run_on_server
+
+        return run_on_server(spec, file.parent, overrides)
+    earlier = None if new else unfinished(resolved, finished_too=resume or retry_failed)
+    if earlier is None and (resume or retry_failed):
+        message = f"there is no sweep of these cells in {resolved.root}: leave --resume and --retry-failed out"
+        raise ConfigError([Problem("", None, message)], str(file))
+    if earlier is not None:
+        click.echo(f"going on with {earlier.path} (--new begins another one)")
+        earlier.write_spec(resolved.sweep)
+        return run_here(earlier, retry_failed)
+    from slipstream.run_folder import new_run_id
+
+    return run_here(create(resolved, new_run_id(spec.name)), retry_failed)
+
+
+def presets() -> dict[str, Path]:
+    """Examples by name, for `base`."""
+    return {path.stem: path for path in sorted((HOME / "examples").glob("*.toml"))}
+
+
+def described(resolved: "Resolved") -> str:
+    """The cells, and what they set, as a table."""
+    from slipstream.sweep.expand import shown
+
+    keys = resolved.sweep.keys
+    rows = [["cell", *keys]]
+    rows += [[cell.id, *(shown(cell.values.get(key, "")) for key in keys)] for cell in resolved.cells]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"{len(resolved.cells)} cells, {resolved.sweep.cells_at_once} at once, in {resolved.root}"]
+    return "\n".join(lines) + "\n"
+
+
+def run_here(folder: "SweepFolder", retry_failed: bool) -> int:
+    """Drive the sweep from this process, with a command of its own for each cell."""
+    from flows.cli.own import own_command
+    from flows.cli.sweep_progress import drive_shown
+    from tasks.sweep_cells import LocalCells
+
+    return drive_shown(folder, LocalCells(folder, own_command()), retry_failed)

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from slipstream.config_file import load_config
 from slipstream.data.source import load_dataset_source
 from slipstream.rewards import exact_match_reward
+from slipstream.sweep.spec import load_sweep
+from tasks.sweep_prepare import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -30,6 +32,13 @@ def test_all_examples_are_described():
     readme = (EXAMPLES / "README.md").read_text()
     names = [p.name for p in EXAMPLES.iterdir() if p.name not in ("README.md", "__pycache__")]
     assert [name for name in names if f"`{name}" not in readme] == []
+
+
+def test_example_sweeps_expand_to_runs_that_validate():
+    for path in sorted((EXAMPLES / "sweeps").glob("*.toml")):
+        resolved = resolve(load_sweep(path), path.parent, {})
+        assert len(resolved.configs) == 9
+        assert len({config.trainer.token_budget for config in resolved.configs.values()}) == 3
 
 
 def test_demo_names_files_of_the_repository():

@@ -1,0 +1,207 @@
+"""The folder of a sweep: `<storage root>/<sweep id>/`, beside the run folders of its cells.
+
+sweep.toml      the sweep, with base = "base.toml"; written last, so a folder that has it is whole
+base.toml       the configuration that all cells share
+cells.json      the cells and what each sets;  cells/<cell>.toml: the whole configuration of each
+origin.json     where, when and by whom it was made
+state.json      what the driver has done for each cell; what became of it stands in the cell's own run folder
+leases/, lease.json     who drives it, as of a run
+cancel.json     somebody asked it to stop
+outcome.json    how it ended: finish (every cell has), cancelled, or spent (the budget)
+logs/<cell>.log what the command that leads a cell prints
+report.html, *.png, best.toml
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from slipstream.config_file import dump_config, load_config
+from slipstream.run_config import RunConfig
+from slipstream.run_folder import RunFolder, RunFolderError, read_json, read_object, write_atomic, write_json
+from slipstream.sweep.expand import CellSpec
+from slipstream.sweep.spec import SweepConfig, load_sweep
+from tasks.origin import origin_here, write_origin
+
+SWEEP_FILE = "sweep.toml"
+TAG = "slipstream.sweep"  # of flow runs: slipstream.sweep:<sweep id>
+
+
+@dataclass
+class Note:
+    """What the driver did for one cell.
+
+    Attributes:
+        starts: starts in a row without a new step in between.
+        at_step, attempt: steps done, and newest attempt, at the newest start; attempt -1: never started.
+        stopped_for: why the sweep stopped it (`slipstream.sweep.schedule`), and `why` in words; '' where it did not.
+        again: a person asked to try it again.
+        problem: why it was given up; '' where it was not.
+        pid, started, host: the process that leads it, where that is a child of a driver.
+        flow_run: id of the Prefect flow run that leads it.
+    """
+
+    starts: int = 0
+    at_step: int = 0
+    attempt: int = -1
+    stopped_for: str = ""
+    why: str = ""
+    again: bool = False
+    problem: str = ""
+    pid: int = 0
+    started: float = 0.0
+    host: str = ""
+    flow_run: str = ""
+
+
+class SweepFolder:
+    """Paths and records of one sweep. Only the process that drives it writes; holds no state of its own."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+
+    @property
+    def sweep_id(self) -> str:
+        return self.path.name
+
+    @property
+    def as_run(self) -> RunFolder:
+        """Itself as what leases, origin and outcome are kept in."""
+        return RunFolder(self.path)
+
+    @property
+    def sweep_file(self) -> Path:
+        return self.path / SWEEP_FILE
+
+    @property
+    def cancel_file(self) -> Path:
+        return self.path / "cancel.json"
+
+    @property
+    def outcome_file(self) -> Path:
+        return self.path / "outcome.json"
+
+    @property
+    def report_file(self) -> Path:
+        return self.path / "report.html"
+
+    def config_file(self, cell: str) -> Path:
+        return self.path / "cells" / f"{cell}.toml"
+
+    def log_file(self, cell: str) -> Path:
+        return self.path / "logs" / f"{cell}.log"
+
+    def run_id(self, cell: str) -> str:
+        return f"{self.sweep_id}-{cell}"
+
+    def run(self, cell: str) -> RunFolder:
+        """The run folder of a cell, which may not be there yet."""
+        return RunFolder(self.path.parent / self.run_id(cell))
+
+    @classmethod
+    def open(cls, path: str | Path) -> "SweepFolder":
+        """An existing sweep. Raises RunFolderError."""
+        folder = cls(path)
+        if not folder.sweep_file.is_file():
+            raise RunFolderError(f"{folder.path} holds no sweep: there is no {SWEEP_FILE}")
+        return folder
+
+    @classmethod
+    def create(
+        cls,
+        root: str | Path,
+        sweep_id: str,
+        sweep: SweepConfig,
+        base: RunConfig,
+        cells: Sequence[CellSpec],
+        configs: Mapping[str, RunConfig],
+        flow_run: str = "",
+        deployment: str = "",
+    ) -> "SweepFolder":
+        """Make the folder, private to its user. One that was begun and has no sweep.toml is made whole.
+
+        Raises RunFolderError where the sweep exists, OSError.
+        """
+        folder = cls(Path(root).expanduser() / sweep_id)
+        if folder.sweep_file.is_file():
+            raise RunFolderError(f"the sweep {folder.path} exists: continue it with `slipstream sweep {folder.path}`")
+        folder.path.parent.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(mode=0o700, exist_ok=True)
+        for name in ("cells", "logs"):
+            (folder.path / name).mkdir(mode=0o700, exist_ok=True)
+        write_origin(folder.as_run, origin_here(flow_run, deployment))
+        write_atomic(folder.path / "base.toml", dump_config(base))
+        for cell in cells:
+            placed = configs[cell.id].model_copy(deep=True)
+            placed.storage.root = str(folder.path.parent)
+            write_atomic(folder.config_file(cell.id), dump_config(placed))
+        write_json(folder.path / "cells.json", [{"id": cell.id, "values": dict(cell.values)} for cell in cells])
+        write_json(folder.path / "made.json", {"digest": digest_of(configs), "root": configs[cells[0].id].storage.root})
+        folder.write_spec(sweep)
+        return folder
+
+    def write_spec(self, sweep: SweepConfig) -> None:
+        """Write sweep.toml; on a resume with other limits again."""
+        values = sweep.model_copy(update={"base": "base.toml"}).model_dump(exclude_none=True)
+        write_atomic(self.sweep_file, tomlkit.dumps({key: value for key, value in values.items() if value != {}}))
+
+    def spec(self) -> SweepConfig:
+        """Raises ConfigError."""
+        return load_sweep(self.sweep_file)
+
+    def base(self) -> RunConfig:
+        """The base without [set]. Raises ConfigError."""
+        return load_config(self.path / "base.toml")
+
+    def config(self, cell: str) -> RunConfig:
+        """Raises ConfigError."""
+        return load_config(self.config_file(cell))
+
+    def best_text(self, cell: str) -> str:
+        """The configuration of a cell as a run of its own would have it: with the storage root that the base names."""
+        config = self.config(cell)
+        config.storage.root = str(read_object(self.path / "made.json").get("root") or config.storage.root)
+        return dump_config(config)
+
+    def digest(self) -> str:
+        """What the cells are, in one word: the same for the same cells of the same base."""
+        return str(read_object(self.path / "made.json").get("digest", ""))
+
+    def cells(self) -> tuple[CellSpec, ...]:
+        """Raises DamagedFile."""
+        value = read_json(self.path / "cells.json") or []
+        return tuple(CellSpec(str(cell["id"]), dict(cell["values"])) for cell in value)
+
+    def notes(self) -> dict[str, Note]:
+        """By cell; empty ones for cells that nothing was done for. Raises DamagedFile."""
+        known = read_object(self.path / "state.json")
+        names = {f.name for f in fields(Note)}
+        found = {}
+        for cell in self.cells():
+            value = known.get(cell.id)
+            value = value if isinstance(value, dict) else {}
+            found[cell.id] = Note(**{key: item for key, item in value.items() if key in names})
+        return found
+
+    def write_notes(self, notes: Mapping[str, Note]) -> None:
+        write_json(self.path / "state.json", {cell: asdict(note) for cell, note in notes.items()})
+
+    def outcome(self) -> dict[str, Any]:
+        """How it ended, {} while it has not. Raises DamagedFile."""
+        return read_object(self.outcome_file)
+
+
+def digest_of(configs: Mapping[str, RunConfig]) -> str:
+    text = json.dumps({cell: config.model_dump(mode="json") for cell, config in configs.items()}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sweeps_in(root: Path) -> list[SweepFolder]:
+    """The sweeps of a storage root, oldest first."""
+    found = [SweepFolder(path.parent) for path in root.glob(f"*/{SWEEP_FILE}")]
+    return sorted(found, key=lambda sweep: sweep.sweep_file.stat().st_mtime)

@@ -1,0 +1,34 @@
+"""Stopping a sweep from outside."""
+
+import time
+
+from slipstream.run_config import RecoverySection
+from slipstream.run_folder import write_json
+from slipstream.sweep.schedule import INTERRUPT
+from tasks.lease import LeaseWatch
+from tasks.outcome import read_outcome
+from tasks.stop import request_cancel
+from tasks.sweep_cells import requester, stop_unled
+from tasks.sweep_folder import SweepFolder
+
+
+def stop_sweep(sweep: SweepFolder, who: str, why: str) -> str:
+    """Ask the sweep's driver to stop all cells; where none drives it, stop them here. What was done, in words.
+
+    Raises OSError, DamagedFile.
+    """
+    if not sweep.cancel_file.exists():
+        write_json(sweep.cancel_file, {"who": who, "why": why, "time": time.time()})
+    driver = LeaseWatch(sweep.as_run, RecoverySection().lease).look(time.monotonic())
+    if driver:
+        return f"asked whoever drives {sweep.sweep_id} ({driver}) to stop its cells"
+    notes, stopped = sweep.notes(), []
+    for cell in sweep.cells():
+        run = sweep.run(cell.id)
+        if run.run_file.is_file() and read_outcome(run) is None:
+            notes[cell.id].stopped_for, notes[cell.id].why = INTERRUPT, f"{who}: {why}"
+            sweep.write_notes(notes)
+            request_cancel(run, requester(sweep), f"{who}: {why}")
+            stop_unled(sweep, cell.id)
+            stopped.append(cell.id)
+    return f"stopped {', '.join(stopped)}" if stopped else f"{sweep.sweep_id}: no cell was running"

@@ -1,0 +1,62 @@
+"""Sweeps of doubles: `python -m tests.doubles.sweep FOLDER` drives one, with `tests.doubles.cell` for each cell."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.config_file import dump_config, parse_config
+from slipstream.sweep.spec import parse_sweep
+from tasks.sweep_cells import LocalCells
+from tasks.sweep_folder import SweepFolder
+from tasks.sweep_prepare import create, resolve
+from tests.doubles.cli import install
+
+COMMAND = [sys.executable, "-m", "tests.doubles.cell"]
+POLL_S = 0.3
+
+
+def write_base(folder: Path, **trainer: Any) -> Path:
+    """A configuration of doubles, in whose storage root runs and sweeps lie: `folder`/runs."""
+    data = folder / "prompts.jsonl"
+    data.write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(12)))
+    settings = {"num_train_epochs": 2, "num_generations": 3, "save_steps": 4, "max_staleness": 8}
+    config = parse_config(
+        {
+            "name": "double",
+            "model": {"name": "double"},
+            "data": {"source": str(data)},
+            "server": {"gpus": 0},
+            "learner": {"gpus": 0},
+            "trainer": settings | trainer,
+            "storage": {"root": str(folder / "runs")},
+            "recovery": {"max_restarts": 0, "backoff": 0},
+        }
+    )
+    base = folder / "base.toml"
+    base.write_text(dump_config(config))
+    return base
+
+
+def make_sweep(folder: Path, axes: Mapping[str, Sequence[Any]], **settings: Any) -> SweepFolder:
+    """The folder of a sweep whose base is `folder`/base.toml; nothing is started."""
+    values = {"name": "s", "base": "base.toml", "axes": {key: list(values) for key, values in axes.items()}, **settings}
+    return create(resolve(parse_sweep(values), folder, {}), "s-1")
+
+
+def main() -> int:
+    install()
+    from tasks.sweep import drive
+
+    sweep = SweepFolder.open(sys.argv[1])
+
+    def tell(look: Any, plan: Any) -> None:
+        active = [state.id for state in look.states.values() if state.phase.active]
+        print(" ".join(f"{result.id}:{result.state}" for result in look.results), len(active), flush=True)
+
+    drive(sweep, LocalCells(sweep, COMMAND), "--retry-failed" in sys.argv, tell, POLL_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
