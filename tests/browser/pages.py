@@ -8,6 +8,8 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.form import RunForm
 
+ENDS = ("Completed", "Failed", "Crashed", "Cancelled")
+
 
 class Ui:
     """The UI of one server. `base`: its address without a path."""
@@ -143,9 +145,12 @@ class FlowRunPage:
         return self._head().inner_text().split("\n")[0].strip()
 
     def wait_state(self, *names: str, seconds: float = 180) -> str:
-        """Watch the page, which refreshes itself, until it shows one of these states."""
-        expect(self._head()).to_have_text(re.compile(f"^({'|'.join(names)})"), timeout=seconds * 1000)
-        return self.state
+        """Watch the page, which refreshes itself, until it shows one of these states; another that is an end fails."""
+        ends = "|".join({*names, *ENDS})
+        expect(self._head()).to_have_text(re.compile(f"^({ends})"), timeout=seconds * 1000)
+        state = self.state
+        assert state in names, f"{state}: {self.detail('State Message')}"
+        return state
 
     def tab(self, name: str) -> Locator:
         self.main.get_by_role("tab", name=name, exact=True).click()
@@ -219,10 +224,12 @@ class ArtifactPage:
         """The first table's rows, as they are shown."""
         table = self.panel.locator("table").first
         names = table.locator("thead th").all_inner_texts()
-        return [dict(zip(names, row.locator("td").all_inner_texts(), strict=True)) for row in table.locator("tbody tr").all()]
+        return [
+            dict(zip(names, row.locator("td").all_inner_texts(), strict=True))
+            for row in table.locator("tbody tr").all()
+        ]
 
     def pictures(self) -> list[tuple[int, int]]:
         """Width and height of the pictures that were really drawn."""
         sizes = self.panel.locator("img").evaluate_all("all => all.map(one => [one.naturalWidth, one.naturalHeight])")
         return [(width, height) for width, height in sizes if width and height]
-

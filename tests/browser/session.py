@@ -12,10 +12,15 @@ from playwright.sync_api import BrowserContext, Page, Route, expect, sync_playwr
 from tests.browser.install import browser_path, unusable
 from tests.browser.pages import Ui
 
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 DEADLINE_MS = 60_000.0
 SIZE = {"width": 1400, "height": 1000}
