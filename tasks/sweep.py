@@ -5,9 +5,10 @@ on, and cells that run in between are not disturbed. One process drives, by a le
 """
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.profile import ClusterError
 from slipstream.config_file import ConfigError
@@ -23,8 +24,8 @@ from tasks.interrupt import uninterrupted
 from tasks.lease import StepDown, claim, held_lease, release
 from tasks.outcome import NothingToResume
 from tasks.stop import request_cancel
-from tasks.sweep_cells import Cells, begin_note, requester, stop_cell, stop_unled
-from tasks.sweep_folder import SweepFolder
+from tasks.sweep_cells import Cells, NotNow, begin_note, requester, stop_cell, stop_unled
+from tasks.sweep_folder import Note, SweepFolder
 from tasks.sweep_report import Measuring, read_cell, result_of, write_report
 
 POLL_S = 2.0
@@ -59,6 +60,7 @@ def drive(
     tell: Watcher | None = None,
     poll_s: float = POLL_S,
     by_person: bool = True,
+    leave: Callable[[BaseException], bool] = lambda _: False,
 ) -> Look:
     """Drive the sweep until nothing is left to do; how it stands then. Its report is written whenever a cell has ended.
 
@@ -66,20 +68,29 @@ def drive(
         retry_failed: try cells again that have failed, or that a person stopped.
         tell: called at each look.
         by_person: a person asked for it, so that earlier requests to stop, and an earlier end, are history.
+        leave: whether an interruption leaves the cells alone, as StepDown does.
 
     Whatever interrupts it (KeyboardInterrupt) stops the cells, which the next call continues; after StepDown they go on.
     Raises NothingToResume where another process drives it, SweepStopped, ConfigError, DamagedFile.
     """
     claim(sweep.as_run, RecoverySection().lease)
     try:
-        return _Driver(sweep, cells, tell, poll_s).drive(retry_failed, by_person)
+        return _Driver(sweep, cells, tell, poll_s, leave).drive(retry_failed, by_person)
     finally:
         release(sweep.as_run)
 
 
 class _Driver:
-    def __init__(self, sweep: SweepFolder, cells: Cells, tell: Watcher | None, poll_s: float) -> None:
+    def __init__(
+        self,
+        sweep: SweepFolder,
+        cells: Cells,
+        tell: Watcher | None,
+        poll_s: float,
+        leave: Callable[[BaseException], bool],
+    ) -> None:
         self.sweep = sweep
+        self._leave = leave
         self.spec: SweepConfig = sweep.spec()
         self.cells = cells
         self.specs = sweep.cells()
@@ -90,6 +101,7 @@ class _Driver:
         self._tell = tell
         self._poll_s = poll_s
         self._reported: object = None
+        self._said = ""
 
     def drive(self, retry_failed: bool, by_person: bool) -> Look:
         if by_person:
@@ -99,6 +111,8 @@ class _Driver:
         except (StepDown, NothingToResume):
             raise
         except BaseException as error:
+            if self._leave(error):
+                raise
             with uninterrupted():
                 self._stop_all(f"interrupted by {type(error).__name__}")
                 self._end(self._look(), CANCELLED, f"interrupted by {type(error).__name__}")
@@ -196,6 +210,7 @@ class _Driver:
 
     def _start(self, state: CellState) -> None:
         note = self.notes[state.id]
+        before = replace(note)
         begin_note(self.sweep, state.id, note)
         self._save()
         if note.problem:
@@ -205,9 +220,18 @@ class _Driver:
             return
         try:
             self.cells.start(state.id, note)
+        except NotNow as error:
+            self._later(state.id, before, error)
         except OSError as error:
             note.problem = f"it could not be started: {error}"
         self._save()
+
+    def _later(self, cell: str, before: Note, error: NotNow) -> None:
+        """As if it had not been tried, so that the next try is the same start."""
+        self.notes[cell] = before
+        if str(error) != self._said:
+            self._said = str(error)
+            print(self._said, file=sys.stderr, flush=True)
 
     def _stop(self, state: CellState, kind: str, why: str) -> None:
         note = self.notes[state.id]

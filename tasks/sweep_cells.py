@@ -47,13 +47,20 @@ class View:
     cancelled: bool = False
 
 
+class NotNow(Exception):
+    """A cell cannot be started at the moment; a later try may do."""
+
+
 class Cells(Protocol):
     """Who leads the cells. All of it is safe to do again."""
 
     def look(self, cells: Sequence[str], notes: Mapping[str, Note]) -> dict[str, View]: ...
 
     def start(self, cell: str, note: Note) -> None:
-        """Have the cell led: a new run, one that has ended and is to go on, or one without a leader. Fills in `note`."""
+        """Have the cell led: a new run, one that has ended and is to go on, or one without a leader. Fills in `note`.
+
+        `note.serial` names this start: done twice with the same one, it is one start. Raises OSError, NotNow.
+        """
 
     def stop(self, cell: str, note: Note, why: str) -> None:
         """Stop what leads a cell that has no run yet."""
@@ -160,6 +167,7 @@ def begin_note(sweep: SweepFolder, cell: str, note: Note) -> None:
     """Note that a cell is about to be started, and that it has been too often where it has."""
     run = sweep.run(cell)
     step = run_step(run) if run.run_file.is_file() else 0
+    note.serial += 1
     note.starts = note.starts + 1 if note.attempt >= 0 and step <= note.at_step and not note.again else 1
     note.at_step = step
     note.attempt = newest_attempt(run) if run.run_file.is_file() else 0

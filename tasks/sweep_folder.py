@@ -42,6 +42,7 @@ class Note:
         stopped_for: why the sweep stopped it (`slipstream.sweep.schedule`), and `why` in words; '' where it did not.
         again: a person asked to try it again.
         problem: why it was given up; '' where it was not.
+        serial: starts altogether; it names each of them.
         pid, started, host: the process that leads it, where that is a child of a driver.
         flow_run: id of the Prefect flow run that leads it.
     """
@@ -53,6 +54,7 @@ class Note:
     why: str = ""
     again: bool = False
     problem: str = ""
+    serial: int = 0
     pid: int = 0
     started: float = 0.0
     host: str = ""

@@ -55,6 +55,11 @@ def resolve(sweep: SweepConfig, folder: Path, presets: Presets, overrides: Seque
     return Resolved(sweep, base, cells, configs)
 
 
+def presets_in(folder: Path) -> dict[str, Path]:
+    """Configurations in a folder, by name."""
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
 def base_path(name: str, folder: Path, presets: Presets) -> Path:
     """The file that `base` names: a path, a run folder or a preset. Raises ConfigError."""
     path = folder / Path(name).expanduser()

@@ -39,7 +39,7 @@ def sweep(
     from slipstream.config_file import ConfigError, Problem
     from slipstream.sweep.spec import load_sweep
     from tasks.sweep_folder import SWEEP_FILE, SweepFolder
-    from tasks.sweep_prepare import check_all, create, resolve, unfinished
+    from tasks.sweep_prepare import check_all, create, presets_in, resolve, unfinished
 
     if resume and new:
         raise ConfigError([Problem("", None, "--resume and --new exclude each other: leave one out")], "sweep")
@@ -57,7 +57,7 @@ def sweep(
     spec = load_sweep(file)
     if at_once is not None:
         spec = spec.model_copy(update={"cells_at_once": at_once})
-    resolved = resolve(spec, file.parent, presets(), overrides)
+    resolved = resolve(spec, file.parent, presets_in(HOME / "examples"), overrides)
     if dry_run:
         click.echo(described(resolved), nl=False)
         return 0
@@ -66,7 +66,7 @@ def sweep(
     if prefect:
         from flows.cli.sweep_prefect import run_on_server
 
-        return run_on_server(spec, file.parent, overrides)
+        return run_on_server(file, overrides, at_once)
     earlier = None if new else unfinished(resolved, finished_too=resume or retry_failed)
     if earlier is None and (resume or retry_failed):
         message = f"there is no sweep of these cells in {resolved.root}: leave --resume and --retry-failed out"
@@ -78,11 +78,6 @@ def sweep(
     from slipstream.run_folder import new_run_id
 
     return run_here(create(resolved, new_run_id(spec.name)), retry_failed)
-
-
-def presets() -> dict[str, Path]:
-    """Examples by name, for `base`."""
-    return {path.stem: path for path in sorted((HOME / "examples").glob("*.toml"))}
 
 
 def described(resolved: "Resolved") -> str:
