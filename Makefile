@@ -1,4 +1,4 @@
-.PHONY: setup demo test test-fast test-integration test-slurm test-full lint clean
+.PHONY: setup demo test test-fast test-here test-integration test-front test-slurm test-full lint clean
 
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -31,11 +31,18 @@ test: setup  ## everything that runs here: unit tests, exactness of model and lo
 	@rm -rf $(REPORTS)
 	@$(MAKE) --no-print-directory lint
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -n 2 --junitxml=$(REPORTS)/unit.xml tests/unit tests/model
-	@$(MAKE) --no-print-directory -j 2 test-integration test-slurm; code=$$?; \
+	@$(MAKE) --no-print-directory -j 2 test-here test-slurm; code=$$?; \
 	$(PY) -m tests.slowest $(REPORTS); exit $$code
 
 test-integration: setup  ## real servers, learners and flows on this machine
 	HF_HUB_OFFLINE=1 nice -n 5 $(PY) -m pytest -v -n 2 --dist loadfile --junitxml=$(REPORTS)/integration.xml tests/integration 2>&1 | (trap "" INT TERM; exec sed -u "s/^/integration: /")
+
+test-front: setup  ## the Prefect front door: real server, workers, runs and Chromium; without a browser those tests are skipped
+	@$(PY) -m tests.browser.install --if-possible
+	HF_HUB_OFFLINE=1 nice -n 5 $(PY) -m pytest -v --junitxml=$(REPORTS)/front.xml tests/front 2>&1 | (trap "" INT TERM; exec sed -u "s/^/front: /")
+
+test-here: setup  ## both of them, one after the other, each whatever became of the other
+	@$(MAKE) --no-print-directory test-integration; code=$$?; $(MAKE) --no-print-directory test-front && exit $$code
 
 test-slurm: setup  ## runs on a real SLURM: the test bed (root, Debian), skipped with the reason where there can be none
 	@$(PY) slurm/testbed install --if-possible

@@ -71,13 +71,30 @@ class RunForm:
     def switch(self, *titles: str, on: bool) -> None:
         self.field(*titles).get_by_role("switch").first.set_checked(on)
 
-    def add_item(self, *titles: str, text: str) -> None:
-        """Append one text to a list."""
+    def items(self, *titles: str) -> list[str]:
+        """What is in a list of texts or numbers."""
+        return [item.input_value() for item in self._items(*titles).all()]
+
+    def add_item(self, *titles: str, value: str | int | float) -> None:
+        """Append one text or number to a list."""
+        items = self._items(*titles)
+        before = items.count()
+        self.field(*titles).get_by_role("button", name="Add item").click()
+        expect(items).to_have_count(before + 1)
+        items.last.fill(str(value))
+
+    def remove_items(self, *titles: str) -> None:
+        """Empty a list."""
+        items = self._items(*titles)
+        while left := items.count():
+            self.field(*titles).get_by_role("button", name="Open menu").last.click()
+            self.page.get_by_role("menuitem", name="Delete").click()
+            expect(items).to_have_count(left - 1)
+
+    def _items(self, *titles: str) -> Locator:
         field = self.field(*titles)
-        before = field.get_by_role("textbox").count()
-        field.get_by_role("button", name="Add item").click()
-        expect(field.get_by_role("textbox")).to_have_count(before + 1)
-        field.get_by_role("textbox").last.fill(text)
+        expect(field.get_by_role("button", name="Add item")).to_be_visible()
+        return field.locator("input, textarea")
 
     def submit(self) -> None:
         """Press Submit and wait until Prefect has made the run."""

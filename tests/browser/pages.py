@@ -124,12 +124,9 @@ class FlowRunPage:
         self.page = page
         self.main = page.get_by_role("main")
         expect(self.main.get_by_role("tab", name="Artifacts")).to_be_visible()
-
-    @property
-    def flow_run_id(self) -> str:
-        found = re.search(r"/flow-run/([0-9a-f-]{36})", self.page.url)
-        assert found, self.page.url
-        return found[1]
+        found = re.search(r"/flow-run/([0-9a-f-]{36})", page.url)
+        assert found, page.url
+        self.flow_run_id = found[1]
 
     @property
     def name(self) -> str:

@@ -3,15 +3,17 @@
 import tomllib
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster.local_jobs import job_processes
+from flows.names import runs_pool
 from slipstream.run_folder import RunFolder, read_json
 from tasks.origin import read_origin
 from tasks.stored import all_jobs
 from tests.browser.pages import Ui
 from tests.browser.session import prefect_ui
-from tests.front_door import INSTANCE, Front
+from tests.front_door import INSTANCE, Front, alive, flow_processes, kill
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -35,10 +37,10 @@ def test_a_run_is_started_by_its_form_watched_and_read(front: Front, tmp_path: P
         assert form.value("Model", "Model") == "m", "the preset fills the form"
         form.fill("Name", value="by-hand")
         form.fill("Trainer", "Staleness bound", value=3)
-        form.fill("Trainer", "Evaluation interval", value=5)
+        form.fill("Server", "KV cache", value="128M")  # was empty
         form.choose("Model", "Trainer dtype", option="bfloat16")
         form.switch("Data", "Shuffle", on=False)
-        form.add_item("Reward", "Import paths", text=str(tmp_path))
+        form.add_item("Reward", "Import paths", value=str(tmp_path))
         form.submit()
         run_page = page.started()
         run_page.wait_state("Running", "Completed")
@@ -47,10 +49,18 @@ def test_a_run_is_started_by_its_form_watched_and_read(front: Front, tmp_path: P
         assert run.path.name == f"by-hand-{run_page.flow_run_id.replace('-', '')[:12]}"
         config = tomllib.loads(run.run_file.read_text())
         assert config["trainer"]["max_staleness"] == 3
-        assert config["trainer"]["eval_steps"] == 5
+        assert config["server"]["kv_cache_memory"] == "128M"
         assert config["model"]["dtype"] == "bfloat16"
         assert config["data"]["shuffle"] is False
         assert config["reward"]["paths"] == [str(tmp_path)]
+        shown = run_page.artifacts(at_least=4)
+        assert shown["slipstream-run"] == "markdown"
+        assert shown["slipstream-progress"] == "progress"
+        assert run_page.artifact("slipstream-curves").pictures()
+        overview = ui.flow_run(run_page.flow_run_id).artifact("slipstream-run").text
+        assert str(run.path) in overview
+        assert "finished" in overview
+        run_page = ui.flow_run(run_page.flow_run_id)
         shown = run_page.parameters()["config"]
         assert (shown["trainer"]["max_staleness"], shown["data"]["shuffle"]) == (3, False)
 
@@ -102,3 +112,28 @@ def test_a_cancelled_run_leaves_no_job(front: Front, tmp_path: Path) -> None:
         assert jobs_of(run) == []
         assert (read_json(run.path / "outcome.json") or {})["kind"] == "cancelled"
         assert front.state(run_page.flow_run_id) == "CANCELLED"
+
+
+def test_a_cancel_reaches_a_run_whose_worker_and_flow_are_dead(front: Front, tmp_path: Path) -> None:
+    """Prefect would only wait, say Cancelled after five minutes, and leave the jobs; reconciliation ends them."""
+    with browser(front, tmp_path) as ui:
+        run_page, run = held(front, ui, "orphaned")
+        run_page.wait_state("Running")
+        jobs = jobs_of(run)
+        for pid in [worker_of(front), *flow_processes(front.home)]:
+            kill(pid)
+        assert alive(jobs) == jobs
+        run_page.cancel()
+        run_page.wait_state("Cancelling", "Cancelled")
+        run_page.wait_state("Cancelled", seconds=280)
+        assert jobs_of(run) == []
+        assert alive(jobs) == []
+        assert (read_json(run.path / "outcome.json") or {})["kind"] == "cancelled"
+
+
+def worker_of(front: Front) -> int:
+    """The worker of the trainings."""
+    assert front.process is not None
+    children = psutil.Process(front.process.pid).children()
+    (worker,) = [one.pid for one in children if one.cmdline()[-1] == runs_pool(INSTANCE)]
+    return worker
