@@ -15,6 +15,7 @@ from prefect.runtime import flow_run
 from cluster.clients import ClusterAway
 from cluster.decide import Decision, Kind, Observation
 from cluster.jobs import JobRecord
+from flows.profile_blocks import with_profile_file
 from flows.refused import refusing
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
@@ -32,7 +33,7 @@ OPTIONS: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
 
 @task(name="prepare", **OPTIONS)
 def prepare(config: RunConfig, run_id: str | None) -> str:
-    prepared = preparing.prepare(config, run_id)
+    prepared = preparing.prepare(with_profile_file(config), run_id)
     get_run_logger().info("run folder %s", prepared.run.path)
     for note in prepared.notes:
         get_run_logger().warning(note)
