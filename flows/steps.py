@@ -13,6 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from cluster.clients import ClusterAway
 from cluster.decide import Decision, Observation
 from cluster.jobs import JobRecord
+from flows.profile_blocks import with_profile_file
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from tasks import finish as finishing
@@ -70,7 +71,7 @@ def step(name: str) -> Callable[[Callable[P, R]], Step[P, R]]:
 
 @step("prepare")
 def prepare(config: RunConfig, run_id: str | None, whence: Origin | None = None) -> str:
-    prepared = preparing.prepare(config, run_id, whence)
+    prepared = preparing.prepare(with_profile_file(config), run_id, whence)
     get_run_logger().info("run folder %s", prepared.run.path)
     for note in prepared.notes:
         get_run_logger().warning(note)

@@ -79,18 +79,19 @@ def base_environment() -> dict[str, str]:
     )
 
 
+# Ours unless the user has set others. On a busy machine SQLite needs patience; old flow runs go from the database (never
+# from storage), or a look each minute would fill it.
+SERVER_DEFAULTS = {
+    "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
+    "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "60",
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+}
+
+
 def server_environment() -> dict[str, str]:
-    """For the server. The page asks the address that it came from, so that a tunnel may have any port. On a busy machine
-    SQLite needs patience."""
-    return (
-        {"PREFECT_SERVER_DATABASE_TIMEOUT": "60", "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "60"}
-        | base_environment()
-        | {
-            "PREFECT_UI_API_URL": "/api",
-            "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-            "PREFECT__SERVER_FINAL": "1",
-        }
-    )
+    """For the server. The page asks the address that it came from, so that a tunnel may have any port."""
+    return SERVER_DEFAULTS | base_environment() | {"PREFECT_UI_API_URL": "/api", "PREFECT__SERVER_FINAL": "1"}
 
 
 def client_environment(url: str) -> dict[str, str]:

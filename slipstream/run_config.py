@@ -242,7 +242,8 @@ class ClusterSection(Section):
         "local",
         title="Cluster profile",
         min_length=1,
-        description="Name of a profile in slurm/profiles (like local or slurm), or path of a profile file.",
+        description="Name of a profile in slurm/profiles (like local or slurm), or path of a profile file; in a run that a "
+        "Prefect deployment starts also block:NAME, of a block.",
     )
     shape: Literal["separate", "one_allocation"] = Field(
         "separate",

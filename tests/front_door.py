@@ -90,7 +90,7 @@ class Front:
         )
         self.environment["PYTHONPATH"] = f"{HOOK}:{self.environment['PYTHONPATH']}"
         self.output = folder / "up.out"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.processes: list[subprocess.Popen[bytes]] = []
 
     @property
     def up(self) -> dict[str, Any]:
@@ -113,10 +113,16 @@ class Front:
     def launch(self, *words: str) -> subprocess.Popen[bytes]:
         with open(self.output, "ab") as out:
             argv = cli("up", "--preset", str(self.preset), *words)
-            self.process = subprocess.Popen(
+            process = subprocess.Popen(
                 argv, cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
             )
-        return self.process
+        self.processes.append(process)
+        return process
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        """The newest one."""
+        return self.processes[-1] if self.processes else None
 
     def start(self, port: int | None = 0) -> "Front":
         """`slipstream up`, until it is ready. `port` None: that of last time."""
@@ -131,9 +137,10 @@ class Front:
 
     def stop(self) -> None:
         """End it as Ctrl-C does; runs go on."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            self.process.wait(60)
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.wait(60)
 
     def close(self) -> None:
         """End it, the flow processes and the jobs."""

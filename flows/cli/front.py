@@ -1,7 +1,6 @@
 """`slipstream up`, `slipstream down` and `slipstream deploy`: the Prefect server, and what we have on it."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,18 +102,24 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
         yield line
         return
-    status = console.status("")
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    display = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+    )
+    task = display.add_task("")
 
     def show(text: str) -> None:
-        status.stop()
         if text:
-            status.update(f"{text} [dim]{time.strftime('%H:%M:%S')}")
-            status.start()
+            display.reset(task, description=text)
+            display.start()
+        else:
+            display.stop()
 
     try:
         yield show
     finally:
-        status.stop()
+        display.stop()
 
 
 @click.command()

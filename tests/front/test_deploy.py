@@ -200,13 +200,8 @@ def test_what_only_the_flow_can_refuse_fails_at_once_and_says_why(front: Front) 
         "artifacts/filter",
         {"artifacts": {"flow_run_id": {"any_": [found["id"]]}, "key": {"any_": ["refused"]}}},
     )
-    assert [line.partition("`: ")[0] for line in artifact["data"].splitlines() if line.startswith("- ")] == [
-        "- `trainer.warmup_steps = 3",
-        "- `trainer.max_completion_length = 9000",
-    ] or sorted(line.partition("`: ")[0] for line in artifact["data"].splitlines() if line.startswith("- ")) == [
-        "- `trainer.max_completion_length = 9000",
-        "- `trainer.warmup_steps = 3",
-    ]
+    listed = sorted(line.partition("`: ")[0] for line in artifact["data"].splitlines() if line.startswith("- "))
+    assert listed == ["- `trainer.max_completion_length = 9000", "- `trainer.warmup_steps = 3"]
     assert len(front.runs()) == before
 
 

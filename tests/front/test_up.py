@@ -121,13 +121,17 @@ def test_only_this_machine_can_reach_it(door: Front) -> None:
     assert {address.ip for address in listening} == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("part", ["server", "worker", "care worker"])
-def test_what_dies_is_started_again(door: Front, part: str) -> None:
-    before = parts(door)[part]
-    url = door.api
-    os.kill(before, signal.SIGKILL)
-    wait_until(lambda: parts(door).get(part) not in (None, before), f"another {part}")
-    assert f"the {part} has ended by SIGKILL" in door.output.read_text()
+def test_what_dies_is_started_again_and_takes_no_run_with_it(door: Front) -> None:
+    """Prefect's own worker would end its flow processes at TERM."""
+    flow_run, run, process = held_run(door, "again")
+    before, url = parts(door), door.api
+    for part, number in (("worker", signal.SIGTERM), ("care worker", signal.SIGKILL), ("server", signal.SIGKILL)):
+        os.kill(before[part], number)
+    wait_until(
+        lambda: set(parts(door)) == set(before) and not set(parts(door).values()) & set(before.values()), "others"
+    )
+    for words in ("worker has ended with code 0", "care worker has ended by SIGKILL", "server has ended by SIGKILL"):
+        assert words in door.output.read_text()
 
     def answers() -> bool:
         try:
@@ -136,51 +140,79 @@ def test_what_dies_is_started_again(door: Front, part: str) -> None:
             return False
 
     wait_until(answers, "the server answers at the same address", PATIENCE_S)
-    door.plan()
+    assert alive([process]) == [process]
+    door.release("again")
+    assert door.wait_state(flow_run)["state_type"] == "COMPLETED"
+    assert finished(run)
     assert door.wait_state(door.submit())["state_type"] == "COMPLETED"
 
 
-@pytest.mark.parametrize("how", ["interrupt", "terminate", "down", "kill"])
-def test_its_end_ends_no_run_and_no_job(door: Front, how: str) -> None:
-    flow_run, run, process = held_run(door, how)
-    jobs, ours, url, password = jobs_of(run), list(parts(door).values()), door.api, door.auth
-    up = door.process
-    assert up is not None
-    assert jobs
-    if how == "down":
-        done = door.command("down")
-        assert done.returncode == 0
-        assert "no run and no job was ended" in done.stdout
-        assert str(process) in done.stdout
-        assert "does not run here" in door.command("down").stdout
-    else:
-        up.send_signal({"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}[how])
-    assert up.wait(60) == (-signal.SIGKILL if how == "kill" else 0)
-    wait_until(lambda: not alive(ours), "the server and the workers are gone")
-    if how != "kill":
-        assert f"1 run goes on: process {process}" in door.output.read_text()
-        assert door.up == {}
-    assert alive([process]) == [process]
-    assert jobs_of(run) == jobs
-    door.start(port=None)  # at the same place
-    assert (door.api, door.auth) == (url, password)
-    assert alive([process]) == [process]
-    assert jobs_of(run) == jobs
-    door.release(how)
+def goes_on(run: RunFolder, process: int, jobs: list[int]) -> bool:
+    return alive([process]) == [process] and jobs_of(run) == jobs
+
+
+def ends_well(door: Front, held: tuple[str, RunFolder, int], name: str) -> None:
+    """Up again at the same place, the run completes, as if nothing had been."""
+    flow_run, run, process = held
+    jobs, password = jobs_of(run), door.auth
+    port = (door.home / "port").read_text().strip()
+    door.start(port=None)
+    assert door.url == f"http://127.0.0.1:{port}"
+    assert door.auth == password
+    assert goes_on(run, process, jobs)
+    door.release(name)
     wait_until(lambda: finished(run), "the run finishes")
     assert run.attempts() == [1]
     assert door.wait_state(flow_run)["state_type"] == "COMPLETED"
 
 
-def test_a_worker_that_ends_leaves_its_flow_process(door: Front) -> None:
-    flow_run, run, process = held_run(door, "worker")
-    worker = parts(door)["worker"]
-    os.kill(worker, signal.SIGTERM)
-    wait_until(lambda: parts(door).get("worker") not in (None, worker), "another worker")
-    assert alive([process]) == [process]
-    door.release("worker")
-    assert door.wait_state(flow_run)["state_type"] == "COMPLETED"
-    assert finished(run)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_its_end_ends_no_run_and_no_job(door: Front, number: signal.Signals) -> None:
+    held = _, run, process = held_run(door, number.name)
+    jobs, ours = jobs_of(run), list(parts(door).values())
+    up = door.process
+    assert up is not None
+    assert jobs
+    up.send_signal(number)
+    assert up.wait(60) == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+    wait_until(lambda: not alive(ours), "the server and the workers are gone")
+    assert goes_on(run, process, jobs)
+    if number != signal.SIGKILL:
+        assert "no run and no job was ended" in door.output.read_text()
+        assert f"1 run goes on: process {process}" in door.output.read_text()
+        assert door.up == {}
+    ends_well(door, held, number.name)
+
+
+def test_as_two_services_and_down(door: Front) -> None:
+    """What the units of `--install` start."""
+    door.stop()
+    workers = door.launch("--only", "workers")
+    server = door.launch("--only", "server")
+    wait_until(lambda: door.up.get("ready"), "the server is ready", PATIENCE_S)
+    held = _, run, process = held_run(door, "two")
+    jobs = jobs_of(run)
+    assert "runs already" in door.command("up").stdout
+    done = door.command("down")
+    assert done.returncode == 0, done.stderr
+    assert "no run and no job was ended" in done.stdout
+    assert str(process) in done.stdout
+    assert (workers.wait(60), server.wait(60)) == (0, 0)
+    assert "does not run here" in door.command("down").stdout
+    assert goes_on(run, process, jobs)
+    ends_well(door, held, "two")
+
+
+def test_a_killed_flow_process_is_seen_though_its_jobs_live(door: Front) -> None:
+    """Jobs of this machine are its children, and hold none of the worker's pipes."""
+    flow_run, run, process = held_run(door, "seen")
+    jobs = jobs_of(run)
+    os.kill(process, signal.SIGKILL)
+    worker = door.home / "logs" / "worker.log"
+    wait_until(lambda: "Process exited with status code: -9" in worker.read_text(), "the worker sees it")
+    assert jobs_of(run) == jobs
+    door.wait_state(flow_run, "CRASHED", "SCHEDULED", "PENDING", "RUNNING")
+    door.release("seen")
 
 
 def test_a_port_that_is_taken_is_left_alone(door: Front) -> None:
