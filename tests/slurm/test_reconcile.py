@@ -96,7 +96,7 @@ def test_worker_and_flow_are_killed_and_the_run_completes_by_itself(bed: Bed, pr
     assert (read_json(run.path / "outcome.json") or {})["kind"] == "finish"
     assert (run.attempts(), run.assignment(), newest_term(run)) == ([1], jobs, 2)
     audit = audit_run(run)
-    assert audit.findings == []
+    assert list(audit.findings) == []
     assert audit.settled == scenario.prompts * scenario.epochs
     prefect.close()
     assert left(bed, USER, GONE_S) == []
