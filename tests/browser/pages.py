@@ -177,8 +177,8 @@ class FlowRunPage:
         """Type of each artifact by its key, once there are so many."""
         cards = self.tab("Artifacts").get_by_role("link")
         expect(cards.nth(at_least - 1)).to_be_visible()
-        texts = [card.inner_text().split("\n") for card in cards.all()]
-        return {lines[1].strip(): lines[0].strip().lower() for lines in texts}
+        texts = [card.inner_text().split() for card in cards.all()]
+        return {words[1]: words[0].lower() for words in texts}
 
     def artifact(self, key: str) -> "ArtifactPage":
         heading = self.page.get_by_role("heading", name=key, exact=True)

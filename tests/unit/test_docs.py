@@ -5,6 +5,7 @@ from pathlib import Path
 
 from slipstream.config_reference import reference
 from slipstream.metrics.reference import reference as metrics_reference
+from tests.documented import COMMANDS, ByTest, commands, pages
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -47,3 +48,22 @@ def test_the_tests_that_the_recovery_page_names_are_there() -> None:
             assert (DOCS.parent / "tests" / "integration" / name).is_file(), name
     for name in re.findall(r"`(tests/\w+/test_\w+\.py)`", page):
         assert (DOCS.parent / name).is_file(), name
+
+
+def test_every_command_is_run_by_a_test() -> None:
+    """And the table names no command that has gone, and no test that is not there."""
+    assert set(pages()) == set(COMMANDS), "a page with commands has its entries in tests/documented.py"
+    for page, table in COMMANDS.items():
+        assert set(commands(page)) == set(table), f"{page} against tests/documented.py"
+        for how in table.values():
+            if isinstance(how, ByTest):
+                path, _, name = how.test.partition("::")
+                text = (DOCS.parent / path).read_text()
+                assert re.search(rf"^def {name}\(", text, re.MULTILINE), how.test
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md", DOCS.parent / "examples" / "README.md"]:
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,0 +1,89 @@
+"""`slipstream up` on the login machine of a real SLURM, and a browser that reaches it as through `ssh -L`."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from slipstream.config_file import load_config
+from slipstream.run_folder import RunFolder, read_json, write_json
+from slurm.bed import Bed
+from slurm.bed.machines import pid_of
+from tests.bed_left import left
+from tests.bed_prefect import PYTHON, USER, BedPrefect
+from tests.bed_tunnel import tunnel
+from tests.browser.session import prefect_ui
+from tests.chaos.drive import GONE_S, write_files
+from tests.chaos.faults import SEPARATE
+from tests.chaos.plan import scenario_of
+from tests.doubles.events import PLAN
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.integration, pytest.mark.timeout(900)]
+
+INSTANCE = "bed"
+PATIENCE_S = 300.0
+CLI = "from flows.cli.main import main; main()"
+
+
+@pytest.fixture
+def login(bed: Bed) -> Iterator[BedPrefect]:
+    """Commands of `bed1` on the login machine."""
+    folder = bed.shared / f"front-{time.time_ns() % 10**9}"
+    folder.mkdir()
+    found = BedPrefect(bed, folder, SLIPSTREAM_INSTANCE=INSTANCE, STANDIN_LEADERS="doubles", HOME=str(folder))
+    for name in [name for name in found.environment if name.startswith("PREFECT_") and "ANALYTICS" not in name]:
+        del found.environment[name]  # `slipstream up` needs none
+    try:
+        yield found
+    finally:
+        found.close()
+        bed.command("scancel", "--user", USER)
+
+
+def test_a_run_is_started_and_cancelled_from_a_browser(bed: Bed, login: BedPrefect, tmp_path: Path) -> None:
+    """The jobs are this user's, on compute nodes, as the page says; after the cancel there is none."""
+    folder = login.folder / "run"
+    config_file = write_files(folder, replace(scenario_of("rank killed", SEPARATE), injections=(), step_s=0.2))
+    write_json(folder / "runs" / PLAN, [{"id": "held", "event": "sync.end", "count": 2, "deeds": ["block"]}])
+    uid = bed.description.uid(USER)
+    for path in [login.folder, *login.folder.rglob("*")]:
+        os.chown(path, uid, uid)
+    home = login.folder / "home"
+    login.popen(PYTHON, "-c", CLI, "up", "--preset", str(config_file), "--port", "0")
+
+    def up() -> dict[str, object]:
+        path = home / "up.json"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        return found if found.get("ready") else {}
+
+    ready = wait_until(up, f"slipstream up is ready: {login.folder}/prefect.log", PATIENCE_S)
+    port = urlsplit(str(ready["url"])).port
+    assert port
+    auth = (home / "auth").read_text().strip()
+    name = load_config(config_file).name
+    with (
+        tunnel(pid_of(bed.description, bed.description.machine("login")), port) as here,
+        prefect_ui(f"http://127.0.0.1:{here}", auth, tmp_path) as ui,
+    ):
+        run_page = ui.deployment(f"{INSTANCE}.{config_file.stem}").quick_run()
+        run_page.wait_state("Running", seconds=PATIENCE_S)
+        run = RunFolder(folder / "runs" / f"{name}-{run_page.flow_run_id.replace('-', '')[:12]}")
+        wait_until((run.path / "events-test" / "reached-held.json").exists, f"it trains: {login.folder}", PATIENCE_S)
+        listed = dict(line.split() for line in bed.command("squeue", "-h", "-u", USER, "-o", "%i %T").splitlines())
+        assert list(listed.values()) == ["RUNNING", "RUNNING"]
+        assert run_page.artifacts(3)["slipstream-jobs"]
+        shown = run_page.artifact("slipstream-jobs").text
+        assert [job for job in listed if job not in shown] == []
+        run_page = ui.flow_run(run_page.flow_run_id)
+        run_page.cancel()
+        run_page.wait_state("Cancelled", seconds=PATIENCE_S)
+        assert bed.command("squeue", "-h", "-u", USER) == ""
+        assert (read_json(run.path / "outcome.json") or {})["kind"] == "cancelled"
+    assert login.popen(PYTHON, "-c", CLI, "down").wait(120) == 0
+    assert left(bed, USER, GONE_S) == []
