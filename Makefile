@@ -46,6 +46,7 @@ test-here: setup  ## both of them, one after the other, each whatever became of 
 
 test-slurm: setup  ## runs on a real SLURM: the test bed (root, Debian), skipped with the reason where there can be none
 	@$(PY) slurm/testbed install --if-possible
+	@$(PY) -m tests.browser.install --if-possible
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --junitxml=$(REPORTS)/slurm.xml -m "not full" tests/slurm 2>&1 | (trap "" INT TERM; exec sed -u "s/^/slurm: /")
 
 test-full: test  ## besides, every row of the recovery table on the full stack (hours)

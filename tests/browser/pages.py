@@ -227,6 +227,6 @@ class ArtifactPage:
         ]
 
     def pictures(self) -> list[tuple[int, int]]:
-        """Width and height of the pictures that were really drawn."""
-        sizes = self.panel.locator("img").evaluate_all("all => all.map(one => [one.naturalWidth, one.naturalHeight])")
+        """Width and height of the pictures that were really drawn, those of the description too."""
+        sizes = self.page.get_by_role("main").locator("img").evaluate_all("all => all.map(one => [one.naturalWidth, one.naturalHeight])")
         return [(width, height) for width, height in sizes if width and height]
