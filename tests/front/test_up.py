@@ -227,6 +227,7 @@ def test_a_port_that_is_taken_is_left_alone(door: Front) -> None:
         assert "--port" in refused.stderr
         door.start(port=None)
         assert f":{port}/" not in door.api
+        assert f"port {port} is taken, so it is " in door.output.read_text()
         assert door.ask("POST", "flows/count", {}) >= 1
 
 
