@@ -185,7 +185,7 @@ def _schedules(want: Deployment) -> list[DeploymentScheduleCreate]:
 
 
 async def _apply_block(client: PrefectClient, name: str, file: str, values: Mapping[str, Any]) -> Done:
-    block = ProfileBlock(**values, made_from=file)
+    block: Any = ProfileBlock(**values, made_from=file)
     block.made_as = digest(values_of(block))
     try:
         found = await ProfileBlock.aload(name, validate=False, client=client)

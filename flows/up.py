@@ -34,6 +34,8 @@ DEPLOY_TIMEOUT_S = 300.0
 LOOK_S = 0.5
 ROTATE_S = 60.0
 WORKER_STARTED = " started!"
+# Prefect's page asks a tracker for its settings even where analytics are off: a browser must ask us alone.
+PAGE_STAYS_HERE = ["--header", "Content-Security-Policy:connect-src 'self'; frame-ancestors 'none'; object-src 'none'"]
 SERVER, WORKERS = "server", "workers"
 KEPT_SETTINGS = ("PREFECT_SERVER_", "PREFECT_API_DATABASE_", "PREFECT_LOGGING_")
 COMMAND = [sys.executable, "-m", "flows.cli.main"]
@@ -181,7 +183,7 @@ class Upholder:
         up_state.logs().mkdir(mode=0o700, exist_ok=True)
         fd = self._listener.fileno()
         argv = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
-        argv += ["--fd", str(fd), "--log-level", "warning", "--timeout-graceful-shutdown", "3"]
+        argv += ["--fd", str(fd), "--log-level", "warning", "--timeout-graceful-shutdown", "3", *PAGE_STAYS_HERE]
         self._step("starting the Prefect server (about 15 s)")
         server = self._add("server", argv, server_environment(), [fd])
         end = time.monotonic() + START_TIMEOUT_S
