@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from prefect import Flow
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import (
     DeploymentScheduleCreate,
@@ -56,7 +57,9 @@ def known_flows() -> dict[str, FlowFacts]:
     found = {}
     for name in FLOWS:
         if find_spec(f"flows.{name}") is not None:
-            function = getattr(import_module(f"flows.{name}"), name)
+            function = getattr(import_module(f"flows.{name}"), name, None)
+            if not isinstance(function, Flow):
+                continue
             schema = readable(parameter_schema(function).model_dump_for_openapi())
             about = inspect.cleandoc(function.fn.__doc__ or "").partition("\n\n")[0]
             found[name] = FlowFacts(f"flows/{name}.py:{name}", schema, about)
@@ -182,7 +185,7 @@ def _schedules(want: Deployment) -> list[DeploymentScheduleCreate]:
 
 
 async def _apply_block(client: PrefectClient, name: str, file: str, values: Mapping[str, Any]) -> Done:
-    block = ProfileBlock(**values, made_from=file)
+    block: Any = ProfileBlock(**values, made_from=file)
     block.made_as = digest(values_of(block))
     try:
         found = await ProfileBlock.aload(name, validate=False, client=client)

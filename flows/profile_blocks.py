@@ -20,7 +20,6 @@ from slipstream.run_config import RunConfig
 from slipstream.run_folder import write_atomic
 
 PREFIX = "block:"
-OURS = ("made_from", "made_as")
 
 
 class _ProfileBlock(Block):
@@ -28,22 +27,19 @@ class _ProfileBlock(Block):
     _block_type_slug = "slipstream-cluster-profile"
     _description = "Where and how jobs are submitted. A run names it in cluster.profile, as block:NAME."
 
-    made_from: str | None = Field(
-        None, title="Made from", description="Profile file that `slipstream deploy` made this from; empty: none."
-    )
-    made_as: str | None = Field(
-        None, title="Made as", description="Fingerprint of the values then; once they differ, the block is yours alone."
-    )
-
 
 def _fields() -> dict[str, Any]:
-    """Those of a profile file. A tuple would show as a list of fixed places, so it is a list here."""
+    """Those of a profile file, then ours. A tuple would show as a list of fixed places, so it is a list here."""
     found: dict[str, Any] = {}
     for name, info in ClusterProfile.model_fields.items():
         if str(info.annotation).startswith("tuple"):
             found[name] = (list[str], Field(default_factory=list, title=info.title, description=info.description))
         else:
             found[name] = (info.annotation, info)
+    made_from = "Profile file that `slipstream deploy` made this from; empty: none."
+    made_as = "Fingerprint of the values then; once they differ, the block is yours alone."
+    found["made_from"] = (str, Field("", title="Made from", description=made_from))
+    found["made_as"] = (str, Field("", title="Made as", description=made_as))
     return found
 
 

@@ -34,6 +34,8 @@ DEPLOY_TIMEOUT_S = 300.0
 LOOK_S = 0.5
 ROTATE_S = 60.0
 WORKER_STARTED = " started!"
+# Prefect's page asks a tracker for its settings even where analytics are off: a browser must ask us alone.
+PAGE_STAYS_HERE = ["--header", "Content-Security-Policy:connect-src 'self'; frame-ancestors 'none'; object-src 'none'"]
 SERVER, WORKERS = "server", "workers"
 KEPT_SETTINGS = ("PREFECT_SERVER_", "PREFECT_API_DATABASE_", "PREFECT_LOGGING_")
 COMMAND = [sys.executable, "-m", "flows.cli.main"]
@@ -146,9 +148,12 @@ class Upholder:
                     f"`slipstream up` runs on {up.host}, with the same folder {home()}, and two servers must not share a "
                     f"database: end it there (slipstream down), or remove {home() / 'up.json'} where {up.host} is gone"
                 )
+            before = up_state.last_port()
             with contextlib.closing(up_state.listen(self._asked.port)) as listener:
                 port = listener.getsockname()[1]
                 self._listener = listener.dup()
+            if before not in (None, port) and self._asked.port is None:
+                self._say(f"port {before} is taken, so it is {port} from now on (--port chooses)")
             ui = f"http://{up_state.LOOPBACK}:{port}"
             url = f"{ui}/api"
             self._start_server(url)
@@ -178,7 +183,7 @@ class Upholder:
         up_state.logs().mkdir(mode=0o700, exist_ok=True)
         fd = self._listener.fileno()
         argv = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
-        argv += ["--fd", str(fd), "--log-level", "warning", "--timeout-graceful-shutdown", "3"]
+        argv += ["--fd", str(fd), "--log-level", "warning", "--timeout-graceful-shutdown", "3", *PAGE_STAYS_HERE]
         self._step("starting the Prefect server (about 15 s)")
         server = self._add("server", argv, server_environment(), [fd])
         end = time.monotonic() + START_TIMEOUT_S
@@ -220,14 +225,17 @@ class Upholder:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        code: int | None
         try:
             code = child.wait(DEPLOY_TIMEOUT_S)
-        except BaseException:
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
             child.kill()
             child.wait()
-            raise
-        if code:
-            raise PrefectUnavailable(f"the deployments could not be registered\n--- {log}\n{last_lines(log)}")
+        if code != 0:
+            late = f" within {DEPLOY_TIMEOUT_S:g} s" if code is None else ""
+            raise PrefectUnavailable(f"the deployments could not be registered{late}\n--- {log}\n{last_lines(log)}")
 
     def _start_workers(self, environment: dict[str, str]) -> None:
         self._step("starting the workers")
@@ -254,8 +262,8 @@ class Upholder:
             self._look()
             if time.monotonic() - rotated > ROTATE_S:
                 rotated = time.monotonic()
-                for child in self._children:
-                    rotate(child.log)
+                for log in up_state.logs().rglob("*.log"):
+                    rotate(log)
 
     def _stop(self) -> None:
         self._step("ending")

@@ -160,6 +160,13 @@ def port_candidates(asked: int | None, last: int | None) -> list[int]:
     return list(dict.fromkeys([*([last] if last else []), FIRST_PORT, 0]))
 
 
+def last_port() -> int | None:
+    """The port of last time."""
+    path = home() / "port"
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdigit() else None
+
+
 def listen(asked: int | None) -> socket.socket:
     """A listening socket on loopback. The server is given it open, so that nobody can take the port in between, and a
     server that is started again has the same one.
@@ -169,9 +176,7 @@ def listen(asked: int | None) -> socket.socket:
 
     Raises UpError.
     """
-    path = home() / "port"
-    text = path.read_text().strip() if path.exists() else ""
-    for port in port_candidates(asked, int(text) if text.isdigit() else None):
+    for port in port_candidates(asked, last_port()):
         server = socket.socket()
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -181,6 +186,6 @@ def listen(asked: int | None) -> socket.socket:
             server.close()
             reason = error
             continue
-        write_atomic(path, f"{server.getsockname()[1]}\n")
+        write_atomic(home() / "port", f"{server.getsockname()[1]}\n")
         return server
     raise UpError(f"port {asked} on {LOOPBACK}: {reason}: give another one with --port, or 0 for any that is free")

@@ -67,8 +67,12 @@ def up(
     words += ["--directory", str((directory or Path.cwd()).absolute())] if presets else []
     words += [] if at_once is None else ["--at-once", str(at_once)]
     if install or uninstall or only_print:
-        if (install and uninstall) or (only_print and not install) or only:
-            raise click.UsageError("--install, or --install --print, or --uninstall, and none with --only")
+        if install and uninstall:
+            raise click.UsageError("--install and --uninstall exclude each other")
+        if only_print and not install:
+            raise click.UsageError("--print belongs to --install")
+        if only:
+            raise click.UsageError("--install and --uninstall are about both parts: leave --only out")
         from flows import install as installing
         from slipstream.instance import instance_id
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from cluster.profile import load_profile
+from flows.forms import fields
 from tests.front_door import INSTANCE, PATIENCE_S, Front
 from tests.prefect_server import ROOT
 
@@ -118,39 +119,57 @@ def test_prune_shows_and_then_removes_only_its_own(front: Front) -> None:
 
 
 BLOCK = f"{INSTANCE}-slurm"
-APPLY = """
+BLOCKS = """
 import asyncio
 from flows.apply import apply
-from flows.deployments import ProfileBlock, Wanted
-block = ProfileBlock({name!r}, "slurm.toml", {values!r})
-print(json.dumps([done.what for done in asyncio.run(apply(Wanted("tester", [], [], [block])))]))
+from flows.deployments import ProfileBlock as Wanted1, Wanted
+from flows.presets import load_presets
+from flows.profile_blocks import ProfileBlock, with_profile_file
+
+def made(**values):
+    block = Wanted1("tester-changing", "slurm.toml", {"executor": "slurm", **values})
+    return asyncio.run(apply(Wanted("tester", [], [], [block])))[0].what
+
+said = [made(), made(), made(partition="gpu", setup=["module load cuda"])]
+block = ProfileBlock.load("tester-changing")
+said.append(block.partition)
+block.account = "mine"  # as a person does in the page
+block.save("tester-changing", overwrite=True)
+said.append(made(partition="cpu"))
+config = load_presets()["demo"]
+config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"profile": "block:tester-changing"})})
+said.append(with_profile_file(config).cluster.profile)
+config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"profile": "block:nowhere"})})
+try:
+    with_profile_file(config)
+except Exception as error:
+    said.append(f"{type(error).__name__}: {error}")
+print(json.dumps(said))
 """
 
 
 def test_a_profile_s_block_follows_its_file_until_somebody_edits_it(front: Front) -> None:
-    def apply(**values: Any) -> Any:
-        return script(front, APPLY.format(name="tester-changing", values={"executor": "slurm", **values}))
-
-    assert apply() == ["made"]
-    assert apply() == ["unchanged"]
-    assert apply(partition="gpu", setup=["module load cuda"]) == ["updated"]
-    document = front.ask("GET", "block_types/slug/slipstream-cluster-profile/block_documents/name/tester-changing")
-    assert document["data"]["partition"] == "gpu"
-    edited = {"data": {**document["data"], "account": "mine"}, "merge_existing_data": True}
-    front.ask("PATCH", f"block_documents/{document['id']}", edited)
-    assert apply(partition="cpu") == ["kept (it was edited)"]
-    text = """
-from flows.presets import load_presets
-from flows.profile_blocks import with_profile_file
-config = load_presets()["demo"]
-config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"profile": "block:tester-changing"})})
-print(json.dumps(with_profile_file(config).cluster.profile))
-"""
-    path = script(front, text)
+    *said, path, refused = script(front, BLOCKS)
+    assert said == ["made", "unchanged", "updated", "gpu", "kept (it was edited)"]
     assert path == str(front.home / "profiles" / "tester-changing.toml")
     profile = load_profile(path)
     assert (profile.executor, profile.partition, profile.account) == ("slurm", "gpu", "mine")
     assert profile.setup == ("module load cuda",)
+    assert refused.startswith("ConfigError")
+    assert 'cluster.profile = "block:nowhere": there is no such block' in refused
+
+
+def test_no_form_on_the_server_takes_raw_json(front: Front) -> None:
+    """Of every flow that there is."""
+    deployments = front.ask("POST", "deployments/filter", {})
+    ours = [found for found in deployments if f"slipstream:{INSTANCE}" in found["tags"] and found["entrypoint"]]
+    assert {found["name"] for found in ours} >= {f"{INSTANCE}.demo", f"{INSTANCE}.custom"}
+    for deployment in ours:
+        for name, field in fields(deployment["parameter_openapi_schema"]):
+            assert field.get("title"), (deployment["name"], name)
+            assert field.get("description"), (deployment["name"], name)
+            for part in field.get("anyOf", [field]):
+                assert part.get("type") != "object" or part.get("properties"), (deployment["name"], name)
 
 
 def test_a_block_has_a_form_without_raw_json(front: Front) -> None:
@@ -216,28 +235,27 @@ def test_a_preset_s_relative_paths_start_where_the_command_was_given(front: Fron
     assert found["state_type"] == "COMPLETED", found["state"]
 
 
-def test_a_server_that_asks_nobody_is_refused_unless_told(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_asks_nobody_is_refused_unless_told(front: Front) -> None:
     """A stand-in for another machine's server: ours, which is told to count as one of another machine."""
     code = """
 import sys
 import flows.connection as connection
 connection.is_loopback = lambda url: False
-connection.asks_nobody = lambda url: {open}
+connection.asks_nobody = lambda url: True
 from flows.cli.main import main
 main(["deploy"] + sys.argv[1:])
 """
 
-    def run(open_: bool, *words: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-c", code.format(open=open_), *words]
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-c", code, *words]
         return subprocess.run(
             argv, cwd=ROOT, env=front.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
 
-    refused = run(True)
+    refused = run()
     assert refused.returncode != 0
     assert "--allow-unauthenticated" in refused.stderr
-    assert run(True, "--allow-unauthenticated").returncode == 0
-    assert run(False).returncode == 0
+    assert run("--allow-unauthenticated").returncode == 0
 
 
 def test_whether_a_server_asks_for_a_password(front: Front) -> None:

@@ -107,7 +107,10 @@ def test_nobody_gets_in_without_the_password_and_nobody_is_shown_it(door: Front)
             shown.append(" ".join(process.cmdline()))
     assert not [text for text in shown if secret in text]
     assert str(auth) in door.output.read_text()
-    assert httpx.get(f"{door.url}/ui-settings", trust_env=False).json()["api_url"] == "/api"
+    settings = httpx.get(f"{door.url}/ui-settings", trust_env=False)
+    assert settings.json()["api_url"] == "/api"  # of the address in the browser, whatever a tunnel makes of it
+    assert "connect-src 'self'" in settings.headers["content-security-policy"]
+    assert door.ask("GET", "admin/settings")["server"]["analytics_enabled"] is False
 
 
 def test_only_this_machine_can_reach_it(door: Front) -> None:
@@ -227,6 +230,7 @@ def test_a_port_that_is_taken_is_left_alone(door: Front) -> None:
         assert "--port" in refused.stderr
         door.start(port=None)
         assert f":{port}/" not in door.api
+        assert f"port {port} is taken, so it is " in door.output.read_text()
         assert door.ask("POST", "flows/count", {}) >= 1
 
 
