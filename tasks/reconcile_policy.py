@@ -46,14 +46,14 @@ class FlowState:
         state: type of its state. at: when it was set, in seconds since the epoch.
         startable: it belongs to a deployment, so that a worker can start it again.
         age_s: seconds since, by the observer's clock; only for patience.
-        cancelled: a person cancelled it and nobody has started it since, whatever state was forced on it.
+        cancelled: when a person cancelled it, if nobody has started it since, whatever state was forced on it; else 0.
     """
 
     state: str
     at: float = 0.0
     age_s: float = 3600.0
     startable: bool = True
-    cancelled: bool = False
+    cancelled: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def reconcile(run: Facts) -> Plan:
 
 def cancel_is_new(run: Facts) -> bool:
     """A person has cancelled the flow run, and has not resumed the run since."""
-    return run.flow is not None and run.flow.cancelled and run.flow.at > run.resumed_at
+    return run.flow is not None and run.flow.cancelled > run.resumed_at
 
 
 def _led(run: Facts) -> Plan:

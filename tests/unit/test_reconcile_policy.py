@@ -28,7 +28,7 @@ STATES = ("SCHEDULED", "PENDING", "RUNNING", "COMPLETED", "FAILED", "CRASHED", "
 
 
 def flow(state: str = "RUNNING", **more: Any) -> FlowState:
-    return FlowState(state, **{"cancelled": state in CANCELS, "at": 10.0, **more})
+    return FlowState(state, **{"cancelled": 10.0 if state in CANCELS else 0.0, "at": 30.0, **more})
 
 
 def run(state: str | None = "RUNNING", **more: Any) -> Facts:
@@ -70,7 +70,7 @@ ROWS: list[tuple[str, Facts, Act, str]] = [
     ("local jobs of another host", run(elsewhere="n7"), Act.NOTHING, ""),
     ("cancelled with worker and flow dead", run("CANCELLING", live=JOBS), Act.CANCEL, ""),
     ("the same, later", run("CANCELLED", live=JOBS), Act.CANCEL, ""),
-    ("a crash forced on a cancelled one", replace(run(), flow=flow("CRASHED", cancelled=True)), Act.CANCEL, ""),
+    ("a crash forced on a cancelled one", replace(run(), flow=flow("CRASHED", cancelled=10.0)), Act.CANCEL, ""),
     ("its leader died in a cancel", run(cancel="alice: enough"), Act.CANCEL, ""),
     ("cancelled, then resumed by hand, led", run("CANCELLED", resumed_at=20, leader=LIVES), Act.NOTHING, ""),
     ("cancelled, then resumed by hand", run("CANCELLED", resumed_at=20), Act.LEAD_HERE, ""),
@@ -116,14 +116,14 @@ def test_what_is_settled() -> None:
 
 flows = st.builds(
     lambda state, at, age_s, startable, cancelled: FlowState(
-        state, at, age_s, startable, cancelled or state in CANCELS
+        state, at, age_s, startable, cancelled or 10.0 * (state in CANCELS)
     ),
     st.sampled_from(STATES),
     st.sampled_from([0.0, 10.0, 30.0]),
     st.sampled_from([0.0, 3600.0]),
     st.booleans(),
-    st.booleans(),
-).map(lambda value: value if value.state in (*CANCELS, "CRASHED", "FAILED") else replace(value, cancelled=False))
+    st.sampled_from([0.0, 10.0, 30.0]),
+).map(lambda value: value if value.state in (*CANCELS, "CRASHED", "FAILED") else replace(value, cancelled=0.0))
 facts = st.builds(
     Facts,
     others=st.sampled_from(["", "", "", "of bob"]),
@@ -160,7 +160,7 @@ def applied(run: Facts) -> Facts:
             return replace(run, **ended)
         case Act.SET_STATE:
             assert run.flow is not None
-            return replace(run, flow=FlowState(plan.state, 40.0, 0.0, run.flow.startable, plan.state in CANCELS))
+            return replace(run, flow=FlowState(plan.state, 40.0, 0.0, run.flow.startable, run.flow.cancelled))
         case Act.LEAD_BY_FLOW:
             return replace(run, flow=FlowState("SCHEDULED", 40.0, 0.0), leads=run.leads + 1, seen_s=0.0)
         case Act.LEAD_HERE:
@@ -205,7 +205,7 @@ def test_out_of_a_cancel_no_other_state_is_set(run: Facts) -> None:
     if run.flow is not None and run.flow.state in CANCELS:
         assert plan.act is not Act.LEAD_BY_FLOW
         assert plan.state in ("", "CANCELLED")
-    if run.flow is not None and run.flow.cancelled and run.flow.at > run.resumed_at:
+    if run.flow is not None and run.flow.cancelled > run.resumed_at:
         assert plan.act not in (Act.LEAD_BY_FLOW, Act.LEAD_HERE)
 
 
