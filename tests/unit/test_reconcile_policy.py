@@ -55,6 +55,8 @@ ROWS: list[tuple[str, Facts, Act, str]] = [
     ("given free", run(leader=RELEASED, seen_s=SETTLE_S), Act.LEAD_BY_FLOW, ""),
     ("given free, and Prefect knows", run("CRASHED", leader=RELEASED), Act.LEAD_BY_FLOW, ""),
     ("started a moment ago", replace(run(), flow=flow(age_s=1.0)), Act.NOTHING, ""),
+    ("killed, and told twice", run("CRASHED", lead_age_s=5.0), Act.NOTHING, ""),
+    ("two passes, one after the other", Facts(lead_age_s=1.0), Act.NOTHING, ""),
     ("waits for a worker", run("SCHEDULED"), Act.NOTHING, ""),
     ("no worker takes it", run("SCHEDULED", seen_s=LATE_S), Act.LEAD_HERE, ""),
     ("no worker takes it, unprepared", run("SCHEDULED", seen_s=LATE_S, prepared=False), Act.NOTHING, ""),
@@ -141,6 +143,7 @@ facts = st.builds(
     cancel=st.sampled_from(["", "alice: enough"]),
     resumed_at=st.sampled_from([0.0, 20.0]),
     leads=st.integers(0, 6),
+    lead_age_s=st.sampled_from([0.0, 3600.0]),
     seen_s=st.sampled_from([0.0, 60.0, 3600.0]),
 ).map(lambda run: replace(run, flow=run.flow if run.flow_run and run.answers else None))
 
@@ -162,9 +165,9 @@ def applied(run: Facts) -> Facts:
             assert run.flow is not None
             return replace(run, flow=FlowState(plan.state, 40.0, 0.0, run.flow.startable, run.flow.cancelled))
         case Act.LEAD_BY_FLOW:
-            return replace(run, flow=FlowState("SCHEDULED", 40.0, 0.0), leads=run.leads + 1, seen_s=0.0)
+            return replace(run, flow=FlowState("SCHEDULED", 40.0, 0.0), leads=run.leads + 1, lead_age_s=0.0, seen_s=0.0)
         case Act.LEAD_HERE:
-            return replace(run, leader=Leader.LIVES, leads=run.leads + 1, seen_s=0.0)
+            return replace(run, leader=Leader.LIVES, leads=run.leads + 1, lead_age_s=0.0, seen_s=0.0)
     return run
 
 
@@ -217,7 +220,7 @@ def test_leaders_that_die_are_replaced_so_many_times(run: Facts) -> None:
         plan = reconcile(run)
         if plan.act in (Act.LEAD_BY_FLOW, Act.LEAD_HERE):
             started += 1
-        run = replace(applied(run), leader=Leader.NONE, seen_s=3600.0)
+        run = replace(applied(run), leader=Leader.NONE, seen_s=3600.0, lead_age_s=3600.0)
         if run.flow is not None and run.outcome is None and run.flow.state in ("SCHEDULED", "PENDING"):
             run = replace(run, flow=replace(run.flow, state="CRASHED", age_s=3600.0))
     assert started <= run.max_leads
