@@ -27,7 +27,7 @@ class FlowRun:
         deployment: id, or "" where no worker could start it again.
         run_count: how often it has been started.
         scheduled: made by a schedule.
-        cancelled: a person cancelled it, and nobody has started it again, whatever state was forced on it since.
+        cancelled: when a person cancelled it, if nobody has started it again since, whatever state was forced on it; else 0.
     """
 
     id: str
@@ -37,7 +37,7 @@ class FlowRun:
     deployment: str = ""
     run_count: int = 0
     scheduled: bool = False
-    cancelled: bool = False
+    cancelled: float = 0.0
 
 
 class PrefectRest:
@@ -108,21 +108,22 @@ class PrefectRest:
             str(value.get("deployment_id") or ""),
             int(value.get("run_count") or 0),
             bool(value.get("auto_scheduled")),
-            kind in CANCELS or (kind in ("CRASHED", "FAILED") and self._was_cancelled(own)),
+            self._cancelled_at(own) if kind in (*CANCELS, "CRASHED", "FAILED") else 0.0,
         )
 
-    def _was_cancelled(self, flow_run: str) -> bool:
-        """Whether a cancel is the last thing that came before states that end: a server may have forced others on it."""
-        for kind in reversed(self._states(flow_run)):
-            if kind in CANCELS:
-                return True
-            if kind not in ("CRASHED", "FAILED"):
-                return False
-        return False
+    def _cancelled_at(self, flow_run: str) -> float:
+        """When the first cancel came among the states that it has been in since it last ran."""
+        found = 0.0
+        for when, kind in reversed(self._states(flow_run)):
+            if kind not in (*CANCELS, "CRASHED", "FAILED"):
+                break
+            found = when if kind in CANCELS else found
+        return found
 
-    def _states(self, flow_run: str) -> list[str]:
+    def _states(self, flow_run: str) -> list[tuple[float, str]]:
+        """(seconds since the epoch, type) of all its states, oldest first."""
         history = self._call("GET", f"flow_run_states/?flow_run_id={flow_run}")
-        return [str(state["type"]) for state in sorted(history, key=lambda state: _epoch(state["timestamp"]))]
+        return sorted((_epoch(state["timestamp"]), str(state["type"])) for state in history)
 
     def set_state(self, flow_run: FlowRun, state: str, name: str, message: str) -> bool:
         """Put it into a state, whatever rules there are; False where it was cancelled meanwhile, which stays."""
@@ -133,7 +134,7 @@ class PrefectRest:
         if now is None or (now.state in CANCELS and state != "CANCELLED"):
             return False
         self._call("POST", f"flow_runs/{flow_run.id}/set_state", {"state": value, "force": True})
-        before = self._states(flow_run.id)[-2:-1]
+        before = [kind for _, kind in self._states(flow_run.id)[-2:-1]]
         if state != "CANCELLED" and before and before[0] in CANCELS:  # between the look and the call
             undone = {"type": before[0], "name": before[0].capitalize(), "message": "cancelled by a person"}
             self._call("POST", f"flow_runs/{flow_run.id}/set_state", {"state": undone, "force": True})

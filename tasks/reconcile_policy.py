@@ -46,14 +46,14 @@ class FlowState:
         state: type of its state. at: when it was set, in seconds since the epoch.
         startable: it belongs to a deployment, so that a worker can start it again.
         age_s: seconds since, by the observer's clock; only for patience.
-        cancelled: a person cancelled it and nobody has started it since, whatever state was forced on it.
+        cancelled: when a person cancelled it, if nobody has started it since, whatever state was forced on it; else 0.
     """
 
     state: str
     at: float = 0.0
     age_s: float = 3600.0
     startable: bool = True
-    cancelled: bool = False
+    cancelled: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Facts:
         batch: its own SLURM job leads it, and is queued or runs.
         cancel: who asked it to stop, and why; "".
         resumed_at: when a person last resumed it, in seconds since the epoch.
-        leads: how often a leader was started for it without a new step; max_leads: how often may be.
+        leads: how often a leader was started for it without a new step; max_leads: how often may be; lead_age_s: seconds
+            since the newest, only for patience.
         seen_s: how long the observer has seen leader and Prefect's state as they are.
     """
 
@@ -94,6 +95,7 @@ class Facts:
     resumed_at: float = 0.0
     leads: int = 0
     max_leads: int = 5
+    lead_age_s: float = 3600.0
     seen_s: float = 0.0
 
 
@@ -124,7 +126,7 @@ def reconcile(run: Facts) -> Plan:
 
 def cancel_is_new(run: Facts) -> bool:
     """A person has cancelled the flow run, and has not resumed the run since."""
-    return run.flow is not None and run.flow.cancelled and run.flow.at > run.resumed_at
+    return run.flow is not None and run.flow.cancelled > run.resumed_at
 
 
 def _led(run: Facts) -> Plan:
@@ -176,6 +178,10 @@ def _open(run: Facts) -> Plan:
     act, why = _who_is_to_lead(run)
     if act is Act.LEAD_HERE and not run.prepared:
         return nothing(f"{why}, and it was never prepared: remove its folder")
+    if (
+        act is not Act.NOTHING and run.lead_age_s < SETTLE_S
+    ):  # a worker may tell of the death of the one before once more
+        return nothing("a leader has just been asked for")
     if act is not Act.NOTHING and run.leads >= run.max_leads:
         return Plan(Act.FAIL, exhausted(run.leads))
     return Plan(act, why)

@@ -83,22 +83,26 @@ def test_a_killed_flow_is_started_again_by_itself(front: Front) -> None:
 def test_worker_and_flow_are_killed_and_a_person_cancels(front: Front) -> None:
     """A cancel without worker and flow runs no hook, and Prefect alone would say Cancelling for minutes.
 
-    A crash that is forced on a cancelled run does not start it again.
+    A crash that is forced on a cancelled run does not start it again, also where it comes before the cancel was seen.
     """
-    (both, goes_on), (cancel, cancelled), (stop, stopped) = (front.submit(name) for name in ("both", "cancel", "stop"))
-    for run in (goes_on, cancelled, stopped):
+    names = ("both", "cancel", "stop", "forced")
+    (both, goes_on), (cancel, cancelled), (stop, stopped), (force, forced) = (front.submit(name) for name in names)
+    for run in (goes_on, cancelled, stopped, forced):
         front.training(run)
     front.kill_worker()
-    for run in (goes_on, cancelled, stopped):
+    for run in (goes_on, cancelled, stopped, forced):
         front.kill_leader(run)
     assert {front.state(both), front.state(stop)} <= {"RUNNING", "CRASHED"}
-    front.call("POST", f"flow_runs/{cancel}/set_state", {"state": {"type": "CANCELLING"}})
+    for flow in (cancel, force):
+        front.call("POST", f"flow_runs/{flow}/set_state", {"state": {"type": "CANCELLING"}})
+    front.force(force, "CRASHED", "Crashed")
     assert len(front.processes(cancelled)) >= PROCESSES
 
     rows = front.reconcile()
     assert acts(rows[cancelled.run_id])[0] == "stop its jobs, and end it as cancelled"
     assert front.processes(cancelled) == []
     assert (front.outcome(cancelled), front.state(cancel)) == ("cancelled", "CANCELLED")
+    assert (front.outcome(forced), front.state(force), front.processes(forced)) == ("cancelled", "CANCELLED", [])
     front.reconcile_until(both, "SCHEDULED")
     front.reconcile_until(stop, "SCHEDULED")
     assert acts(front.reconcile()[goes_on.run_id]) == ["nothing"], "it waits for its worker"
@@ -121,19 +125,6 @@ def test_worker_and_flow_are_killed_and_a_person_cancels(front: Front) -> None:
     assert goes_on.attempts() == [1]
     assert front.wait_state(stop, "CANCELLED")["run_count"] == 2, "asked for before the run ended: it tells the end"
     assert (stopped.attempts(), cancelled.attempts()) == ([1], [1])
-
-
-def test_a_cancel_while_crash_was_forced_on_it_is_a_cancel(front: Front) -> None:
-    """Where a server forces Crashed on a run that a person has cancelled, the cancel is what counts."""
-    flow, run = front.submit("forced")
-    front.training(run)
-    front.kill_worker()
-    front.kill_leader(run)
-    front.call("POST", f"flow_runs/{flow}/set_state", {"state": {"type": "CANCELLING"}})
-    front.force(flow, "CRASHED", "Crashed")
-    front.reconcile()
-    assert (front.outcome(run), front.state(flow)) == ("cancelled", "CANCELLED")
-    assert front.processes(run) == []
 
 
 def test_a_live_run_keeps_its_leader_whatever_prefect_says(front: Front) -> None:
@@ -211,58 +202,50 @@ def test_leaders_that_die_are_bounded_and_a_person_may_start_it_again(front: Fro
     assert run.attempts() == [1, 2]
 
 
-def test_a_run_that_prefect_does_not_know_is_left_alone(front: Front) -> None:
-    """Another database, or a colleague's server, must end nobody's training."""
-    flow, run = front.submit("unknown")
-    front.training(run)
-    front.kill_leader(run)
+def test_a_run_that_prefect_does_not_know_is_left_alone_and_without_prefect_a_supervisor_leads(front: Front) -> None:
+    """Another database, or a colleague's server, must end nobody's training. Two passes at once are harmless."""
+    (unknown, left), (flow, run) = front.submit("unknown"), front.submit("away")
+    for one in (left, run):
+        front.training(one)
+        front.kill_leader(one)
+    front.wait_state(unknown, "CRASHED")
     front.wait_state(flow, "CRASHED")
-    front.call("DELETE", f"flow_runs/{flow}")
-    (row,) = front.reconcile()[run.run_id]
+    front.call("DELETE", f"flow_runs/{unknown}")
+    (row,) = front.reconcile("--dry-run")[left.run_id]
     assert row["act"] == "nothing"
     assert "does not know its flow run" in row["why"]
-    origin = json.loads(origin_file(run).read_text())
-    write_json(origin_file(run), {**origin, "instance": "somebody"})
-    assert run.run_id not in front.reconcile()
-    assert len(front.processes(run)) >= PROCESSES
-    assert (newest_term(run), front.outcome(run)) == (1, "")
 
-
-def test_without_prefect_a_supervisor_leads_and_two_passes_at_once_are_harmless(front: Front) -> None:
-    flow, run = front.submit("away")
-    front.training(run)
-    front.kill_leader(run)
-    front.wait_state(flow, "CRASHED")
-    command = [*CLI, "reconcile", "--json"]
+    origin = json.loads(origin_file(left).read_text())
+    write_json(origin_file(left), {**origin, "instance": "somebody"})
     environment = front.environment | {"PREFECT_API_URL": NOWHERE}
+    command = [*CLI, "reconcile", "--json"]
     passes = [subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) for _ in "ab"]
     rows = [row for one in passes for row in json.loads(one.communicate(timeout=PATIENCE_S)[0])]
     assert any("does not answer" in row["why"] for row in rows if row["run"] == "Prefect")
+    assert left.run_id not in {row["run"] for row in rows}, "it is another instance's"
     wait_until(lambda: newest_term(run) == 2, "a supervisor leads", PATIENCE_S)
     front.go(run)
     wait_until(lambda: front.outcome(run) == "finish", "it finishes", PATIENCE_S)
     assert run.attempts() == [1]
-    assert (
-        "has finished" in wait_until(lambda: (run.logs / "supervise.log").read_text(), "it says so", PATIENCE_S) or True
-    )
+    wait_until(lambda: "has finished" in (run.logs / "supervise.log").read_text(), "it says so", PATIENCE_S)
     front.reconcile_until(flow, "COMPLETED")
+    assert len(front.processes(left)) >= PROCESSES
+    assert (newest_term(left), front.outcome(left)) == (1, "")
 
 
-def test_a_refused_configuration_fails_at_once_with_the_reason(front: Front) -> None:
-    flow, run = front.submit("refused", 'reward.functions=["nowhere:nothing"]')
-    message = front.wait_state(flow, "FAILED")["state"]["message"]
-    assert "reward.functions" in message
-    assert "nowhere" in message
-    assert not run.path.exists()
-
-
-def test_another_runs_id_is_refused(front: Front) -> None:
+def test_what_is_refused_fails_with_the_reason(front: Front) -> None:
+    """A configuration that cannot run, and the id of another run."""
     taken = front.root / "taken"
     taken.mkdir()
     (taken / "run.toml").write_text("")
     write_json(taken / "origin.json", {"flow_run": "another"})
-    flow, _ = front.submit("other", run_id="taken")
-    assert "there is such a run already" in front.wait_state(flow, "FAILED")["state"]["message"]
+    refused, run = front.submit("refused", 'reward.functions=["nowhere:nothing"]')
+    other, _ = front.submit("other", run_id="taken")
+    message = front.wait_state(refused, "FAILED")["state"]["message"]
+    assert "reward.functions" in message
+    assert "nowhere" in message
+    assert not run.path.exists()
+    assert "there is such a run already" in front.wait_state(other, "FAILED")["state"]["message"]
 
 
 def test_the_flow_of_reconciliation_and_no_flow_has_a_hook(front: Front) -> None:

@@ -41,9 +41,9 @@ def test_the_tests_that_the_algorithm_s_page_names_are_there() -> None:
 def test_the_tests_that_the_recovery_page_names_are_there() -> None:
     page = (DOCS / "recovery.md").read_text()
     rows = [row for row in page.splitlines() if row.startswith("| ") and "---" not in row][1:]
-    assert len(rows) == 19
+    assert len(rows) == 24
     for row in rows:
-        assert re.search(r"\b[RFI]\b", row.split("|")[3]), row
+        assert re.search(r"\b[RFISP]\b", row.split("|")[3]), row
         for name in re.findall(r"I `(test_\w+\.py)`", row):
             assert (DOCS.parent / "tests" / "integration" / name).is_file(), name
     for name in re.findall(r"`(tests/\w+/test_\w+\.py)`", page):

@@ -28,7 +28,7 @@ STATES = ("SCHEDULED", "PENDING", "RUNNING", "COMPLETED", "FAILED", "CRASHED", "
 
 
 def flow(state: str = "RUNNING", **more: Any) -> FlowState:
-    return FlowState(state, **{"cancelled": state in CANCELS, "at": 10.0, **more})
+    return FlowState(state, **{"cancelled": 10.0 if state in CANCELS else 0.0, "at": 30.0, **more})
 
 
 def run(state: str | None = "RUNNING", **more: Any) -> Facts:
@@ -55,6 +55,8 @@ ROWS: list[tuple[str, Facts, Act, str]] = [
     ("given free", run(leader=RELEASED, seen_s=SETTLE_S), Act.LEAD_BY_FLOW, ""),
     ("given free, and Prefect knows", run("CRASHED", leader=RELEASED), Act.LEAD_BY_FLOW, ""),
     ("started a moment ago", replace(run(), flow=flow(age_s=1.0)), Act.NOTHING, ""),
+    ("killed, and told twice", run("CRASHED", lead_age_s=5.0), Act.NOTHING, ""),
+    ("two passes, one after the other", Facts(lead_age_s=1.0), Act.NOTHING, ""),
     ("waits for a worker", run("SCHEDULED"), Act.NOTHING, ""),
     ("no worker takes it", run("SCHEDULED", seen_s=LATE_S), Act.LEAD_HERE, ""),
     ("no worker takes it, unprepared", run("SCHEDULED", seen_s=LATE_S, prepared=False), Act.NOTHING, ""),
@@ -70,7 +72,7 @@ ROWS: list[tuple[str, Facts, Act, str]] = [
     ("local jobs of another host", run(elsewhere="n7"), Act.NOTHING, ""),
     ("cancelled with worker and flow dead", run("CANCELLING", live=JOBS), Act.CANCEL, ""),
     ("the same, later", run("CANCELLED", live=JOBS), Act.CANCEL, ""),
-    ("a crash forced on a cancelled one", replace(run(), flow=flow("CRASHED", cancelled=True)), Act.CANCEL, ""),
+    ("a crash forced on a cancelled one", replace(run(), flow=flow("CRASHED", cancelled=10.0)), Act.CANCEL, ""),
     ("its leader died in a cancel", run(cancel="alice: enough"), Act.CANCEL, ""),
     ("cancelled, then resumed by hand, led", run("CANCELLED", resumed_at=20, leader=LIVES), Act.NOTHING, ""),
     ("cancelled, then resumed by hand", run("CANCELLED", resumed_at=20), Act.LEAD_HERE, ""),
@@ -116,14 +118,14 @@ def test_what_is_settled() -> None:
 
 flows = st.builds(
     lambda state, at, age_s, startable, cancelled: FlowState(
-        state, at, age_s, startable, cancelled or state in CANCELS
+        state, at, age_s, startable, cancelled or 10.0 * (state in CANCELS)
     ),
     st.sampled_from(STATES),
     st.sampled_from([0.0, 10.0, 30.0]),
     st.sampled_from([0.0, 3600.0]),
     st.booleans(),
-    st.booleans(),
-).map(lambda value: value if value.state in (*CANCELS, "CRASHED", "FAILED") else replace(value, cancelled=False))
+    st.sampled_from([0.0, 10.0, 30.0]),
+).map(lambda value: value if value.state in (*CANCELS, "CRASHED", "FAILED") else replace(value, cancelled=0.0))
 facts = st.builds(
     Facts,
     others=st.sampled_from(["", "", "", "of bob"]),
@@ -141,6 +143,7 @@ facts = st.builds(
     cancel=st.sampled_from(["", "alice: enough"]),
     resumed_at=st.sampled_from([0.0, 20.0]),
     leads=st.integers(0, 6),
+    lead_age_s=st.sampled_from([0.0, 3600.0]),
     seen_s=st.sampled_from([0.0, 60.0, 3600.0]),
 ).map(lambda run: replace(run, flow=run.flow if run.flow_run and run.answers else None))
 
@@ -160,11 +163,11 @@ def applied(run: Facts) -> Facts:
             return replace(run, **ended)
         case Act.SET_STATE:
             assert run.flow is not None
-            return replace(run, flow=FlowState(plan.state, 40.0, 0.0, run.flow.startable, plan.state in CANCELS))
+            return replace(run, flow=FlowState(plan.state, 40.0, 0.0, run.flow.startable, run.flow.cancelled))
         case Act.LEAD_BY_FLOW:
-            return replace(run, flow=FlowState("SCHEDULED", 40.0, 0.0), leads=run.leads + 1, seen_s=0.0)
+            return replace(run, flow=FlowState("SCHEDULED", 40.0, 0.0), leads=run.leads + 1, lead_age_s=0.0, seen_s=0.0)
         case Act.LEAD_HERE:
-            return replace(run, leader=Leader.LIVES, leads=run.leads + 1, seen_s=0.0)
+            return replace(run, leader=Leader.LIVES, leads=run.leads + 1, lead_age_s=0.0, seen_s=0.0)
     return run
 
 
@@ -205,7 +208,7 @@ def test_out_of_a_cancel_no_other_state_is_set(run: Facts) -> None:
     if run.flow is not None and run.flow.state in CANCELS:
         assert plan.act is not Act.LEAD_BY_FLOW
         assert plan.state in ("", "CANCELLED")
-    if run.flow is not None and run.flow.cancelled and run.flow.at > run.resumed_at:
+    if run.flow is not None and run.flow.cancelled > run.resumed_at:
         assert plan.act not in (Act.LEAD_BY_FLOW, Act.LEAD_HERE)
 
 
@@ -217,7 +220,7 @@ def test_leaders_that_die_are_replaced_so_many_times(run: Facts) -> None:
         plan = reconcile(run)
         if plan.act in (Act.LEAD_BY_FLOW, Act.LEAD_HERE):
             started += 1
-        run = replace(applied(run), leader=Leader.NONE, seen_s=3600.0)
+        run = replace(applied(run), leader=Leader.NONE, seen_s=3600.0, lead_age_s=3600.0)
         if run.flow is not None and run.outcome is None and run.flow.state in ("SCHEDULED", "PENDING"):
             run = replace(run, flow=replace(run.flow, state="CRASHED", age_s=3600.0))
     assert started <= run.max_leads
