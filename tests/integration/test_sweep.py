@@ -1,6 +1,5 @@
 """The driver of a sweep on this machine: real runs of the doubles, killed drivers, failed cells, budgets, two at once."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.local_jobs import cancel_jobs, job_processes
+from cluster.local_jobs import job_processes
 from slipstream.config_file import load_config
 from slipstream.run_folder import read_json, write_json
 from slipstream.sweep.schedule import Phase
@@ -24,7 +23,7 @@ from tasks.sweep_cells import LocalCells
 from tasks.sweep_folder import SweepFolder
 from tasks.sweep_stop import stop_sweep
 from tests.doubles.events import PLAN, SETTINGS
-from tests.doubles.sweep import COMMAND, POLL_S, make_sweep, write_base
+from tests.doubles.sweep import COMMAND, POLL_S, make_sweep, remove_processes, write_base
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -38,14 +37,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """A folder with base.toml; every process of the runs in it is gone afterwards."""
     write_base(tmp_path)
     yield tmp_path
-    for sweep_file in (tmp_path / "runs").glob("*/sweep.toml"):
-        sweep = SweepFolder(sweep_file.parent)
-        for cell, note in sweep.notes().items():
-            if note.pid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(note.pid, signal.SIGKILL)
-            if sweep.run(cell).run_file.exists():
-                cancel_jobs(all_jobs(sweep.run(cell)), grace_s=0.1)
+    remove_processes(tmp_path / "runs")
 
 
 def cells(sweep: SweepFolder) -> LocalCells:

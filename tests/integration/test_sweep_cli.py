@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from slipstream.run_folder import read_json
 from tasks.stored import all_jobs
 from tasks.sweep_folder import SweepFolder
 from tests.doubles.events import SETTINGS
-from tests.doubles.sweep import write_base
+from tests.doubles.sweep import remove_processes, write_base
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -22,25 +23,32 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_ctrl_c_and_the_same_command_again(tmp_path: Path) -> None:
-    """Cells are commands of their own, each with its Prefect; the first is stopped, the second run goes on with it."""
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder with base.toml; nothing of the sweeps in it runs afterwards."""
     write_base(tmp_path)
-    file = tmp_path / "sweep.toml"
+    yield tmp_path
+    remove_processes(tmp_path / "runs")
+
+
+def test_ctrl_c_and_the_same_command_again(folder: Path) -> None:
+    """Cells are commands of their own, each with its Prefect; the first is stopped, the second run goes on with it."""
+    file = folder / "sweep.toml"
     file.write_text('name = "two"\nbase = "base.toml"\nmetric = "reward"\n[axes]\n"trainer.seed" = [0, 1]\n')
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / SETTINGS).write_text(json.dumps({"step_s": 1.0}))
+    (folder / "runs").mkdir()
+    (folder / "runs" / SETTINGS).write_text(json.dumps({"step_s": 1.0}))
     command = [sys.executable, "-m", "tests.doubles.cli", "sweep", str(file), "--at-once", "2"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    environment |= {"HOME": str(tmp_path), "SLIPSTREAM_HOME": str(tmp_path / "home"), "PYTHONUNBUFFERED": "1"}
-    log = tmp_path / "log"
+    environment |= {"HOME": str(folder), "SLIPSTREAM_HOME": str(folder / "home"), "PYTHONUNBUFFERED": "1"}
+    log = folder / "log"
     with open(log, "wb") as out:
         first = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
     try:
-        (folder,) = wait_until(lambda: list((tmp_path / "runs").glob("two-*/sweep.toml")), "the sweep is there")
-        sweep = SweepFolder(folder.parent)
+        (sweep_file,) = wait_until(lambda: list((folder / "runs").glob("two-*/sweep.toml")), "the sweep is there")
+        sweep = SweepFolder(sweep_file.parent)
         for cell in ("c00", "c01"):
             records = sweep.run(cell).records(1) / "metrics.jsonl"
             wait_until(records.exists, f"{cell} trains\n{log.read_text()}", 300)
@@ -55,14 +63,14 @@ def test_ctrl_c_and_the_same_command_again(tmp_path: Path) -> None:
         assert (read_json(run.path / "outcome.json") or {})["kind"] == "cancelled"
         assert (read_json(run.path / "origin.json") or {})["sweep"] == sweep.sweep_id
         assert not [process for job in all_jobs(run) for process in job_processes(job)]
-    (tmp_path / "runs" / SETTINGS).write_text(json.dumps({"step_s": 0.05}))
+    (folder / "runs" / SETTINGS).write_text(json.dumps({"step_s": 0.05}))
     second = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
     assert second.returncode == 0, second.stdout + second.stderr
     assert f"going on with {sweep.path}" in second.stdout
     assert "c01 (seed 1) finished: step " in second.stdout
-    assert len(list((tmp_path / "runs").glob("two-*/sweep.toml"))) == 1
+    assert len(list((folder / "runs").glob("two-*/sweep.toml"))) == 1
     for cell in ("c00", "c01"):
         assert sweep.run(cell).attempts() == [1, 2]
         assert (read_json(sweep.run(cell).path / "outcome.json") or {})["kind"] == "finish"
