@@ -9,15 +9,18 @@ from typing import Any
 
 from cluster.local_jobs import cancel_jobs, find_process
 from slipstream.config_file import dump_config, parse_config
+from slipstream.run_folder import RunFolder, write_json
 from slipstream.sweep.spec import parse_sweep
 from tasks.stored import all_jobs
 from tasks.sweep_cells import LocalCells
 from tasks.sweep_folder import SweepFolder
 from tasks.sweep_prepare import create, resolve
 from tests.doubles.cli import install
+from tests.doubles.events import FOLDER, PLAN
 
 COMMAND = [sys.executable, "-m", "tests.doubles.cell"]
 POLL_S = 0.3
+HOLD = "hold"
 
 
 def write_base(folder: Path, **trainer: Any) -> Path:
@@ -46,6 +49,22 @@ def make_sweep(folder: Path, axes: Mapping[str, Sequence[Any]], **settings: Any)
     """The folder of a sweep whose base is `folder`/base.toml; nothing is started."""
     values = {"name": "s", "base": "base.toml", "axes": {key: list(values) for key, values in axes.items()}, **settings}
     return create(resolve(parse_sweep(values), folder, {}), "s-1")
+
+
+def hold(root: Path, step: int) -> None:
+    """Let every run in the storage root stand still once it has done so many steps in its first attempt."""
+    write_json(root / PLAN, [{"id": HOLD, "event": "step", "where": {"step": step, "attempt": 1}, "deeds": ["block"]}])
+
+
+def is_held(run: RunFolder) -> bool:
+    return (run.path / FOLDER / f"reached-{HOLD}.json").exists()
+
+
+def go_on(root: Path) -> None:
+    """Hold no run any more, and let those that stand still go on."""
+    write_json(root / PLAN, [])
+    for path in root.glob(f"*/{FOLDER}"):
+        (path / f"go-{HOLD}").touch()
 
 
 def remove_processes(root: Path) -> None:

@@ -1,6 +1,5 @@
 """Sweeps on a real Prefect server: a parent in a pool of its own, a cell a flow run, what a person sees and may do."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -10,10 +9,10 @@ import pytest
 from tests.front_door import INSTANCE, Front, flow_processes
 
 from cluster.local_jobs import job_processes
-from slipstream.run_folder import RunFolder, read_json
+from slipstream.run_folder import read_json
 from tasks.stored import all_jobs
 from tasks.sweep_folder import SweepFolder
-from tests.doubles.events import SETTINGS
+from tests.doubles.sweep import go_on, hold, is_held
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -40,21 +39,9 @@ def begin(front: Front, **more: Any) -> tuple[str, SweepFolder]:
     return flow_run, folder
 
 
-def step_s(front: Front, seconds: float) -> None:
-    (front.root / SETTINGS).write_text(json.dumps({"step_s": seconds}))
-
-
 def cell_runs(front: Front, sweep: SweepFolder) -> list[dict[str, Any]]:
     tags = {"tags": {"all_": [f"slipstream.sweep:{sweep.sweep_id}"]}}
     return list(front.ask("POST", "flow_runs/filter", {"flow_runs": tags, "sort": "EXPECTED_START_TIME_ASC"}))
-
-
-def steps(run: RunFolder) -> int:
-    return max((int(line["step"]) for line in run.merged_records("metrics.jsonl")), default=0)
-
-
-def trains(run: RunFolder) -> bool:
-    return run.run_file.exists() and steps(run) > 0
 
 
 def artifacts(front: Front, flow_run: str) -> dict[str, dict[str, Any]]:
@@ -76,7 +63,6 @@ def flow_process(front: Front, flow_run: str) -> int | None:
 
 
 def test_two_by_two_cells_are_flow_runs_of_their_own_and_the_page_has_their_numbers(front: Front) -> None:
-    step_s(front, 0.05)
     flow_run, sweep = begin(
         front, name="grid", token_budget=[64, 128], cells_at_once=2, settings=["data.shuffle = false"]
     )
@@ -112,13 +98,13 @@ def test_two_by_two_cells_are_flow_runs_of_their_own_and_the_page_has_their_numb
 
 
 def test_a_killed_parent_is_started_again_and_no_cell_is_run_twice(front: Front) -> None:
-    step_s(front, 1.0)
+    hold(front.root, 3)
     flow_run, sweep = begin(front, name="killed")
-    wait_until(lambda: trains(sweep.run("c00")), "the first cell trains", CELLS_S)
+    wait_until(lambda: is_held(sweep.run("c00")), "the first cell trains", CELLS_S)
     pid = flow_process(front, flow_run)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    step_s(front, 0.05)
+    go_on(front.root)
     wait_until(lambda: front.state(flow_run) in ("CRASHED", "FAILED"), "Prefect has seen that it is gone", CELLS_S)
     # as reconciliation does, and as a person may in the interface
     state = {"type": "SCHEDULED", "name": "AwaitingRetry"}
@@ -135,9 +121,9 @@ def test_a_killed_parent_is_started_again_and_no_cell_is_run_twice(front: Front)
 
 
 def test_a_cancelled_parent_takes_its_cells_with_it_and_a_retry_goes_on(front: Front) -> None:
-    step_s(front, 1.0)
+    hold(front.root, 5)
     flow_run, sweep = begin(front, name="cancelled")
-    wait_until(lambda: trains(sweep.run("c00")), "the first cell trains", CELLS_S)
+    wait_until(lambda: is_held(sweep.run("c00")), "the first cell trains", CELLS_S)
     front.ask("POST", f"flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLING"}})
     ended = front.wait_state(flow_run, seconds=CELLS_S)
     assert ended["state"]["type"] == "CANCELLED", ended["state"]
@@ -147,7 +133,7 @@ def test_a_cancelled_parent_takes_its_cells_with_it_and_a_retry_goes_on(front: F
     assert (read_json(run.path / "outcome.json") or {})["kind"] == "cancelled"
     assert not [process for job in all_jobs(run) for process in job_processes(job)]
     assert not sweep.run("c01").path.exists()
-    step_s(front, 0.05)
+    go_on(front.root)
     state = {"type": "SCHEDULED", "name": "AwaitingRetry"}
     front.ask("POST", f"flow_runs/{flow_run}/set_state", {"state": state, "force": True})
     wait_until(lambda: sweep.outcome().get("kind") == "finish", "the sweep is done", CELLS_S)
@@ -164,7 +150,6 @@ def test_a_form_that_no_run_can_be_made_of_is_refused_with_the_reason(front: Fro
 
 
 def test_the_command_line_starts_it_there(front: Front, tmp_path: Path) -> None:
-    step_s(front, 0.05)
     file = tmp_path / "sweep.toml"
     file.write_text(f'name = "cli"\nbase = "{front.preset}"\nmetric = "reward"\n[axes]\n"trainer.seed" = [1]\n')
     done = front.command("sweep", str(file), "--prefect", "--set", "trainer.max_staleness=3")

@@ -1,11 +1,11 @@
 """`slipstream sweep` as a person runs it, with the doubles in place of server and learner."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,7 @@ from cluster.local_jobs import job_processes
 from slipstream.run_folder import read_json
 from tasks.stored import all_jobs
 from tasks.sweep_folder import SweepFolder
-from tests.doubles.events import SETTINGS
-from tests.doubles.sweep import remove_processes, write_base
+from tests.doubles.sweep import hold, is_held, remove_processes, write_base
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -36,7 +35,7 @@ def test_ctrl_c_and_the_same_command_again(folder: Path) -> None:
     file = folder / "sweep.toml"
     file.write_text('name = "two"\nbase = "base.toml"\nmetric = "reward"\n[axes]\n"trainer.seed" = [0, 1]\n')
     (folder / "runs").mkdir()
-    (folder / "runs" / SETTINGS).write_text(json.dumps({"step_s": 1.0}))
+    hold(folder / "runs", 5)
     command = [sys.executable, "-m", "tests.doubles.cli", "sweep", str(file), "--at-once", "2"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment |= {"HOME": str(folder), "SLIPSTREAM_HOME": str(folder / "home"), "PYTHONUNBUFFERED": "1"}
@@ -50,8 +49,7 @@ def test_ctrl_c_and_the_same_command_again(folder: Path) -> None:
         (sweep_file,) = wait_until(lambda: list((folder / "runs").glob("two-*/sweep.toml")), "the sweep is there")
         sweep = SweepFolder(sweep_file.parent)
         for cell in ("c00", "c01"):
-            records = sweep.run(cell).records(1) / "metrics.jsonl"
-            wait_until(records.exists, f"{cell} trains\n{log.read_text()}", 300)
+            wait_until(partial(is_held, sweep.run(cell)), f"{cell} trains", 300)
         first.send_signal(signal.SIGINT)
         assert first.wait(180) == 130, log.read_text()
     finally:
@@ -63,7 +61,6 @@ def test_ctrl_c_and_the_same_command_again(folder: Path) -> None:
         assert (read_json(run.path / "outcome.json") or {})["kind"] == "cancelled"
         assert (read_json(run.path / "origin.json") or {})["sweep"] == sweep.sweep_id
         assert not [process for job in all_jobs(run) for process in job_processes(job)]
-    (folder / "runs" / SETTINGS).write_text(json.dumps({"step_s": 0.05}))
     second = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
