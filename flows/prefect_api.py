@@ -8,6 +8,7 @@ Import this module, and enter `prefect_api`, before anything imports prefect: it
 """
 
 import contextlib
+import fcntl
 import os
 import secrets
 import socket
@@ -102,7 +103,8 @@ def prefect_api(home: Path, log_name: str) -> Iterator[str]:
         "PREFECT_LOGGING_TO_API_ENABLED": "false",
     }
     log = home / f"{log_name}.log"
-    process, url = _start(log)
+    with _alone(home / "start.lock"):
+        process, url = _start(log)
     os.environ["PREFECT_API_URL"] = url
     global _private
     _private = True
@@ -111,6 +113,15 @@ def prefect_api(home: Path, log_name: str) -> Iterator[str]:
     finally:
         stop(process, grace_s=10)
         log.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One start at a time: of two servers that make one database at once, one fails. Where storage has no locks, not so."""
+    with open(path, "w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _start(log: Path) -> tuple[subprocess.Popen[bytes], str]:

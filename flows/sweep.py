@@ -113,7 +113,7 @@ def sweep(settings: Annotated[SweepForm, SETTINGS]) -> Any:
     page.finished(look, outcome)
     finished = sum(result.state == "finished" for result in look.results)
     text = f"{finished} of {len(look.results)} cells have finished: {outcome.get('reason')}; {folder.report_file}"
-    return Completed(message=text) if finished else Failed(message=text)
+    return Failed(message=text) if outcome.get("kind") == "fail" else Completed(message=text)
 
 
 def _begin(settings: SweepForm, start: Start) -> tuple[SweepFolder, bool]:

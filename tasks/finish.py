@@ -9,10 +9,15 @@ from tasks.observe import newest_attempt
 from tasks.outcome import Outcome, outcome_of, read_outcome, write_outcome
 from tasks.records import log_event
 from tasks.supervise import Watcher, supervise
+from tasks.sweep_folder import SweepFolder, is_sweep
 
 
 def finish(run: RunFolder) -> Path:
-    """Write the report; returns its path."""
+    """Write the report of a run, or of a sweep, whose folder stands for it; returns its path."""
+    if is_sweep(run):
+        from tasks.sweep_report import write_report as write_sweep_report
+
+        return write_sweep_report(SweepFolder(run.path))
     from slipstream.metrics.report import write_report
 
     return write_report(run)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from cluster.decide import Kind
 from cluster.profile import ClusterError
 from slipstream.config_file import ConfigError
 from slipstream.run_config import RecoverySection
@@ -22,7 +23,7 @@ from slipstream.sweep.schedule import HALVING, INTERRUPT, CellState, Limits, Pha
 from slipstream.sweep.spec import TRAINING, SweepConfig
 from tasks.interrupt import uninterrupted
 from tasks.lease import StepDown, claim, held_lease, release
-from tasks.outcome import NothingToResume
+from tasks.outcome import NothingToResume, Outcome, outcome_record
 from tasks.stop import request_cancel
 from tasks.sweep_cells import Cells, NotNow, begin_note, requester, stop_cell, stop_unled
 from tasks.sweep_folder import Note, SweepFolder
@@ -30,7 +31,6 @@ from tasks.sweep_report import Measuring, read_cell, result_of, write_report
 
 POLL_S = 2.0
 STOP_PATIENCE_S = 300.0
-FINISH, CANCELLED, SPENT = "finish", "cancelled", "spent"
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,14 @@ class _Driver:
                 raise
             with uninterrupted():
                 self._stop_all(f"interrupted by {type(error).__name__}")
-                self._end(self._look(), CANCELLED, f"interrupted by {type(error).__name__}")
+                self._end(self._look(), Kind.CANCELLED, f"interrupted by {type(error).__name__}")
             raise
         why = self._asked()
         if why:
-            self._end(look, CANCELLED, why)
+            self._end(look, Kind.CANCELLED, why)
             raise SweepStopped(why)
-        self._end(look, SPENT if plan.spent else FINISH, plan.reason)
+        some = any(state.phase is Phase.FINISHED for state in look.states.values())
+        self._end(look, Kind.FINISH if some or plan.spent else Kind.FAIL, plan.reason, plan.spent)
         return look
 
     def _begin(self, retry_failed: bool) -> None:
@@ -269,8 +270,10 @@ class _Driver:
             with contextlib.suppress(OSError):
                 write_report(self.sweep, look.results)
 
-    def _end(self, look: Look, kind: str, reason: str) -> None:
+    def _end(self, look: Look, kind: Kind, reason: str, left: bool = False) -> None:
+        """`left`: the budget is spent, and cells are left."""
         self._save()
         self._report(look, anyway=True)
+        record = outcome_record(Outcome(kind, reason), 0, time.time())
         with contextlib.suppress(OSError):
-            write_json(self.sweep.outcome_file, {"kind": kind, "reason": reason, "time": time.time()})
+            write_json(self.sweep.outcome_file, {**record, "left": left})

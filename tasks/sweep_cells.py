@@ -203,8 +203,9 @@ class LocalCells:
             and not alive
             and (not run.run_file.is_file() or (child.returncode and resumes(run, note)))
         ):
-            lines = last_lines(self._sweep.log_file(cell), 6)
-            problem = f"it did not start (exit code {child.returncode}):\n{lines}"
+            lines = [line for line in last_lines(self._sweep.log_file(cell), 8).splitlines() if line.strip()]
+            said = lines[-1].strip() if lines else "it said nothing"
+            problem = f"it did not start (exit code {child.returncode}): {said}\n" + "\n".join(lines[:-1])
         led = alive
         if not led and run.run_file.is_file():
             led = bool(self._watch(cell).look(time.monotonic()))

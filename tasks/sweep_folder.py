@@ -193,9 +193,19 @@ class SweepFolder:
     def write_notes(self, notes: Mapping[str, Note]) -> None:
         write_json(self.path / "state.json", {cell: asdict(note) for cell, note in notes.items()})
 
+    def is_over(self) -> bool:
+        """Whether every cell has ended. Raises DamagedFile."""
+        outcome = self.outcome()
+        return outcome.get("kind") in ("finish", "fail") and not outcome.get("left")
+
     def outcome(self) -> dict[str, Any]:
         """How it ended, {} while it has not. Raises DamagedFile."""
         return read_object(self.outcome_file)
+
+
+def is_sweep(folder: RunFolder) -> bool:
+    """Whether a folder with an origin, a lease and an outcome is that of a sweep."""
+    return (folder.path / SWEEP_FILE).is_file()
 
 
 def digest_of(configs: Mapping[str, RunConfig]) -> str:

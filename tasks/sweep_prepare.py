@@ -122,7 +122,7 @@ def unfinished(resolved: Resolved, finished_too: bool = False) -> SweepFolder | 
     """The newest sweep of the same name and cells that has not ended with all of them; with `finished_too` any."""
     for folder in reversed(sweeps_in(resolved.root)):
         own = folder.sweep_id.startswith(f"{resolved.sweep.name}-") and folder.digest() == resolved.digest
-        if own and (finished_too or folder.outcome().get("kind") != "finish"):
+        if own and (finished_too or not folder.is_over()):
             return folder
     return None
 

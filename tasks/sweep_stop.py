@@ -22,13 +22,22 @@ def stop_sweep(sweep: SweepFolder, who: str, why: str) -> str:
     driver = LeaseWatch(sweep.as_run, RecoverySection().lease).look(time.monotonic())
     if driver:
         return f"asked whoever drives {sweep.sweep_id} ({driver}) to stop its cells"
+    stopped = stop_cells(sweep, f"{who}: {why}")
+    return f"stopped {', '.join(stopped)}" if stopped else f"{sweep.sweep_id}: no cell was running"
+
+
+def stop_cells(sweep: SweepFolder, why: str) -> list[str]:
+    """Ask every cell that has begun and not ended to stop, and end those that nobody leads. The cells' ids.
+
+    Nobody may drive the sweep meanwhile. Raises OSError, DamagedFile.
+    """
     notes, stopped = sweep.notes(), []
     for cell in sweep.cells():
         run = sweep.run(cell.id)
         if run.run_file.is_file() and read_outcome(run) is None:
-            notes[cell.id].stopped_for, notes[cell.id].why = INTERRUPT, f"{who}: {why}"
+            notes[cell.id].stopped_for, notes[cell.id].why = INTERRUPT, why
             sweep.write_notes(notes)
-            request_cancel(run, requester(sweep), f"{who}: {why}")
+            request_cancel(run, requester(sweep), why)
             stop_unled(sweep, cell.id)
             stopped.append(cell.id)
-    return f"stopped {', '.join(stopped)}" if stopped else f"{sweep.sweep_id}: no cell was running"
+    return stopped

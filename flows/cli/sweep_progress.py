@@ -145,7 +145,7 @@ def _told(sweep: SweepFolder, look: Look) -> int:
     if (sweep.path / "best.toml").is_file():
         print(f"  best cell  {sweep.path / 'best.toml'}")
     print(f"  report     {sweep.report_file}")
-    if outcome.get("kind") == "spent":
+    if outcome.get("left"):
         print(f"go on with a larger gpu_hours in the sweep's file, or in {sweep.sweep_file}", file=sys.stderr)
     elif left:
         print(f"try them again: slipstream sweep {sweep.path} --retry-failed", file=sys.stderr)

@@ -1,6 +1,5 @@
 """The driver of a sweep on this machine: real runs of the doubles, killed drivers, failed cells, budgets, two at once."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.local_jobs import cancel_jobs, job_processes
+from cluster.local_jobs import job_processes
 from slipstream.config_file import load_config
 from slipstream.run_folder import read_json, write_json
 from slipstream.sweep.schedule import Phase
@@ -24,7 +23,7 @@ from tasks.sweep_cells import LocalCells
 from tasks.sweep_folder import SweepFolder
 from tasks.sweep_stop import stop_sweep
 from tests.doubles.events import PLAN, SETTINGS
-from tests.doubles.sweep import COMMAND, POLL_S, make_sweep, write_base
+from tests.doubles.sweep import COMMAND, POLL_S, go_on, hold, is_held, make_sweep, remove_processes, write_base
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -38,14 +37,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """A folder with base.toml; every process of the runs in it is gone afterwards."""
     write_base(tmp_path)
     yield tmp_path
-    for sweep_file in (tmp_path / "runs").glob("*/sweep.toml"):
-        sweep = SweepFolder(sweep_file.parent)
-        for cell, note in sweep.notes().items():
-            if note.pid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(note.pid, signal.SIGKILL)
-            if sweep.run(cell).run_file.exists():
-                cancel_jobs(all_jobs(sweep.run(cell)), grace_s=0.1)
+    remove_processes(tmp_path / "runs")
 
 
 def cells(sweep: SweepFolder) -> LocalCells:
@@ -88,17 +80,17 @@ def assert_whole(sweep: SweepFolder, cell: str, attempts: list[int]) -> None:
 
 def test_a_killed_driver_is_followed_by_another_and_no_cell_is_run_twice(folder: Path) -> None:
     sweep = make_sweep(folder, {"trainer.seed": [0, 1, 2]}, cells_at_once=2)
-    slow(folder, 0.6)
+    hold(folder / "runs", 3)
     first = driver(sweep)
     try:
-        wait_until(lambda: steps_of(sweep, "c00") > 1 and steps_of(sweep, "c01") > 1, "two cells train")
+        wait_until(lambda: is_held(sweep.run("c00")) and is_held(sweep.run("c01")), "two cells train")
         with pytest.raises(NothingToResume, match="is running"):
             drive(sweep, cells(sweep), poll_s=POLL_S)
     finally:
         first.kill()
         first.wait()
-    slow(folder, 0.05)
     assert not sweep.run("c02").path.exists()
+    go_on(folder / "runs")
     second = driver(sweep)
     try:
         assert second.wait(180) == 0, (sweep.path / "driver.log").read_text()
@@ -131,7 +123,7 @@ def test_a_failed_cell_ends_nothing_and_is_tried_again_only_when_asked(folder: P
     assert "injected at step" in reasons["c00"]
     assert "there is no such model" in reasons["c02"]
     assert not sweep.run("c02").path.exists()
-    assert sweep.outcome()["kind"] == "finish"
+    assert (sweep.outcome()["kind"], sweep.is_over()) == ("fail", True)
     again = drive(sweep, cells(sweep), poll_s=POLL_S)
     assert states(again) == states(look)
     assert sweep.run("c00").attempts() == [1]
@@ -159,32 +151,29 @@ class Interrupting:
 
 def test_ctrl_c_stops_the_cells_and_the_next_call_continues_them(folder: Path) -> None:
     sweep = make_sweep(folder, SEEDS, cells_at_once=2)
-    slow(folder, 0.6)
+    hold(folder / "runs", 5)
     # the second cell may not even have begun
-    interrupt = Interrupting(lambda look: steps_of(sweep, "c00") > 4)
+    interrupt = Interrupting(lambda look: is_held(sweep.run("c00")))
     with pytest.raises(KeyboardInterrupt):
         drive(sweep, cells(sweep), tell=interrupt, poll_s=POLL_S)
     assert (read_json(sweep.run("c00").path / "outcome.json") or {})["kind"] == "cancelled"
     assert sweep.outcome()["kind"] == "cancelled"
     for cell in ("c00", "c01"):
         assert not [process for job in all_jobs(sweep.run(cell)) for process in job_processes(job)]
-    before = steps_of(sweep, "c00")
-    slow(folder, 0.05)
     look = drive(sweep, cells(sweep), poll_s=POLL_S)
     assert states(look) == {"c00": "finished", "c01": "finished"}
     assert_whole(sweep, "c00", [1, 2])
-    assert sweep.run("c00").fence(2)["step"] >= min(before, 4)
+    assert sweep.run("c00").fence(2)["step"] == 4, "it goes on from its newest checkpoint"
 
 
 def test_a_budget_stops_the_sweep_and_a_larger_one_continues_it(folder: Path) -> None:
     sweep = make_sweep(folder, SEEDS, gpu_hours=1e-6)
-    slow(folder, 0.3)
+    hold(folder / "runs", 2)
     look = drive(sweep, cells(sweep), poll_s=POLL_S)
     assert states(look) == {"c00": "stopped", "c01": "waiting"}
     assert "budget of 1e-06 GPU hours is spent" in look.results[0].reason
     assert look.results[0].gpu_hours > 1e-6
-    assert (sweep.outcome()["kind"], sweep.run("c01").path.exists()) == ("spent", False)
-    slow(folder, 0.05)
+    assert (sweep.outcome()["left"], sweep.is_over(), sweep.run("c01").path.exists()) == (True, False, False)
     sweep.write_spec(sweep.spec().model_copy(update={"gpu_hours": 100.0}))
     look = drive(sweep, cells(sweep), poll_s=POLL_S)
     assert states(look) == {"c00": "finished", "c01": "finished"}
@@ -192,13 +181,13 @@ def test_a_budget_stops_the_sweep_and_a_larger_one_continues_it(folder: Path) ->
 
 def test_one_cell_can_be_stopped_alone_and_the_whole_sweep_from_outside(folder: Path) -> None:
     sweep = make_sweep(folder, {"trainer.seed": [0, 1, 2]}, cells_at_once=2)
-    slow(folder, 0.6)
+    hold(folder / "runs", 2)
     seen: list[Look] = []
 
     def one_after_the_other() -> None:
-        wait_until(lambda: steps_of(sweep, "c00") > 0, "the first cell trains")
+        wait_until(lambda: is_held(sweep.run("c00")), "the first cell trains")
         stop(sweep.run("c00"), "anna", "this one is hopeless")
-        wait_until(lambda: steps_of(sweep, "c02") > 0, "the third cell takes its place")
+        wait_until(lambda: is_held(sweep.run("c02")), "the third cell takes its place")
         stop_sweep(sweep, "anna", "enough")
 
     acting = threading.Thread(target=one_after_the_other)
@@ -207,7 +196,6 @@ def test_one_cell_can_be_stopped_alone_and_the_whole_sweep_from_outside(folder: 
         drive(sweep, cells(sweep), tell=lambda look, plan: seen.append(look), poll_s=POLL_S)
     acting.join(60)
     assert set(states(seen[-1]).values()) == {"stopped"}
-    slow(folder, 0.05)
     look = drive(sweep, cells(sweep), poll_s=POLL_S)
     assert states(look) == {"c00": "stopped", "c01": "finished", "c02": "finished"}
     assert look.states["c00"].phase is Phase.STOPPED
@@ -216,14 +204,14 @@ def test_one_cell_can_be_stopped_alone_and_the_whole_sweep_from_outside(folder: 
 
 def test_a_cell_whose_leader_was_killed_is_led_again(folder: Path) -> None:
     sweep = make_sweep(folder, {"trainer.seed": [0]})
-    slow(folder, 0.4)
+    hold(folder / "runs", 2)
     killed: list[int] = []
 
     def kill_leader(look: Look, _plan: Any) -> None:
-        if not killed and steps_of(sweep, "c00") > 1:
+        if not killed and is_held(sweep.run("c00")):
             killed.append(sweep.notes()["c00"].pid)
             os.kill(killed[0], signal.SIGKILL)
-            slow(folder, 0.05)
+            go_on(folder / "runs")
 
     look = drive(sweep, cells(sweep), tell=kill_leader, poll_s=POLL_S)
     assert states(look) == {"c00": "finished"}

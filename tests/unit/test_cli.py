@@ -175,3 +175,35 @@ def test_a_full_disk_names_the_file(cli: CliRunner, tmp_path: Path, monkeypatch:
     result = cli.invoke(main, ["stop", str(run.path)])
     assert result.exit_code == 1
     assert "cancel.json could not be written" in result.output
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["nowhere.toml"], "there is no such file"),
+        (["examples/sweeps/demo.toml", "--set", "trainer.token_budget=64"], 'trainer.token_budget = "64": is an axis'),
+        (["examples/sweeps/demo.toml", "--set", "trainer.max_stepz=3"], "did you mean trainer.max_steps"),
+        (["examples/sweeps/demo.toml", "--set", "model.name=./none"], "model.name"),
+        (["examples/sweeps/demo.toml", "--set", "cluster.profile=nowhere"], "Known profiles: local, slurm"),
+        (["examples/sweeps/demo.toml", "--resume", "--new"], "exclude each other"),
+        (["examples/sweeps/demo.toml", "--resume"], "there is no sweep of these cells in"),
+    ],
+)
+def test_a_sweep_is_refused_before_anything_is_started(
+    cli: CliRunner, tmp_path: Path, argv: list[str], words: str
+) -> None:
+    result = cli.invoke(main, ["sweep", *argv, "--set", f"storage.root={tmp_path / 'runs'}"])
+    assert result.exit_code == 2, result.output
+    assert words in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_s_dry_run_lists_the_cells_and_writes_nothing(cli: CliRunner, tmp_path: Path) -> None:
+    argv = ["sweep", "examples/sweeps/demo.toml", "--dry-run", "--at-once", "2", "--set", f"storage.root={tmp_path}"]
+    result = cli.invoke(main, argv)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0].split() == ["cell", "trainer.max_staleness", "trainer.token_budget"]
+    assert lines[9].split() == ["c08", "8", "480"]
+    assert lines[10] == f"9 cells, 2 at once, in {tmp_path}"
+    assert list(tmp_path.iterdir()) == []
