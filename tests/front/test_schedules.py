@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import httpx
 import pytest
 
 from cluster.local_jobs import cancel_jobs
-from slipstream.process import last_lines, spawn, stop
+from slipstream.process import spawn, stop
 from slipstream.run_folder import RunFolder
 from tasks.outcome import read_outcome
 from tasks.stored import all_jobs
-from tests.prefect_server import PASSWORD, PATIENCE_S, ROOT, STANDINS, PrefectServer, environment
+from tests.prefect_server import PASSWORD, PATIENCE_S, ROOT, PrefectServer, environment
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -207,37 +208,42 @@ def test_pause_and_resume_keep_the_parameters(site: Site, tmp_path: Path) -> Non
 
 
 def test_a_start_is_skipped_while_the_run_before_works(site: Site, tmp_path: Path) -> None:
-    """The first start runs, the second ends as Skipped and names it, and after its end the next one runs."""
-    found = added(
-        site, "minutely", "--cron", "* * * * *", "--set", f"storage.root={tmp_path}", "--set", "name=m", "--paused"
-    )
-    path = f"{ROOT / 'tests' / 'standins' / 'in_flows'}:{STANDINS}:{ROOT}"
-    settings = site.environment(STANDIN="learner:wait") | {"PYTHONPATH": path}
-    argv = [sys.executable, "-m", "prefect", "worker", "start", "--pool", f"slipstream-{INSTANCE}", "--type", "process"]
-    worker = spawn(argv, tmp_path / "worker.log", settings)
+    """The first start runs, the second ends as Skipped and names it, and after its end the third runs."""
+    found = added(site, "often", "--set", f"storage.root={tmp_path}", "--set", "name=m")
+    runs = wait_until(lambda: site.flow_runs(found["id"], "SCHEDULED"), "flow runs are scheduled")
+    assert len(runs) >= 3
+
+    def start_now(number: int) -> str:
+        """What the clock would do to a flow run that the scheduler has made."""
+        state = {"type": "SCHEDULED", "state_details": {"scheduled_time": datetime.now(UTC).isoformat()}}
+        site.ask("POST", f"flow_runs/{runs[number]['id']}/set_state", {"state": state})
+        return str(runs[number]["id"])
+
+    def state_of(flow_run: str) -> dict[str, Any]:
+        return dict(site.ask("GET", f"flow_runs/{flow_run}")["state"])
+
     log = tmp_path / "worker.log"
+    argv = [sys.executable, "-m", "prefect", "worker", "start", "--pool", f"slipstream-{INSTANCE}", "--type", "process"]
+    worker = spawn(argv, log, site.environment(STANDIN="learner:wait", STANDIN_LEADERS="standins"))
     try:
-        assert site.slipstream("schedule", "resume", "minutely").returncode == 0
-        run = RunFolder(wait_until(lambda: next(tmp_path.glob("m-*"), None), f"a run is made, see {log}", 240))
-        of_run = RunFolder(run.path)
-        (skipped, *_) = wait_until(
-            lambda: [r for r in site.flow_runs(found["id"]) if r["state_name"] == "Skipped"],
-            f"one is skipped, see {log}",
-            240,
-        )
-        assert skipped["state_type"] == "COMPLETED"
-        assert f"the run before this one, {run.run_id}, still works: nothing was started" in skipped["state"]["message"]
-        assert str(run.path) in skipped["state"]["message"]
+        first = start_now(0)
+        run = RunFolder(wait_until(lambda: next(tmp_path.glob("m-*/fences"), None), f"a run is made, see {log}").parent)
+        second = start_now(1)
+        wait_until(lambda: state_of(second)["type"] == "COMPLETED", f"the second start ends, see {log}")
+        assert state_of(second)["name"] == "Skipped"
+        assert f"{run.run_id} of the same schedule still works: nothing was started" in state_of(second)["message"]
         assert [path.name for path in tmp_path.glob("m-*")] == [run.run_id]
-        (of_run.path / "go").touch()
-        wait_until(lambda: read_outcome(of_run), f"the first run ends, see {log}", 240)
-        wait_until(lambda: len(list(tmp_path.glob("m-*"))) == 2, f"the next start runs, see {log}", 240)
-        states = {r["state_name"] for r in site.flow_runs(found["id"], "COMPLETED")}
-        assert states == {"Completed", "Skipped"}, last_lines(log)
+        (run.path / "go").touch()
+        wait_until(lambda: state_of(first)["type"] == "COMPLETED", f"the first run ends, see {log}")
+        assert state_of(first)["name"] == "Completed"
+        third = start_now(2)
+        wait_until(lambda: len(list(tmp_path.glob("m-*/fences"))) == 2, f"the third start runs, see {log}")
+        (after,) = [RunFolder(path) for path in tmp_path.glob("m-*") if path != run.path]
+        (after.path / "go").touch()
+        wait_until(lambda: state_of(third)["type"] == "COMPLETED", f"the third run ends, see {log}")
+        assert read_outcome(after) is not None
     finally:
-        site.slipstream("schedule", "remove", "minutely")
-        for path_ in tmp_path.glob("m-*"):
-            (path_ / "go").touch()
+        site.slipstream("schedule", "remove", "often")
         stop(worker, 30)
-        for path_ in tmp_path.glob("m-*"):
-            cancel_jobs(all_jobs(RunFolder(path_)), grace_s=0.1)
+        for path in tmp_path.glob("m-*"):
+            cancel_jobs(all_jobs(RunFolder(path)), grace_s=0.1)
