@@ -246,10 +246,13 @@ def _in_use(run: RunFolder, one: Found) -> str:
     if again is None or again.untouchable or again.ended_at != one.ended_at:
         return "it has been begun anew, or changed, since it was looked at"
     try:
+        sweep = RunFolder(run.path.parent / one.sweep)
+        if one.sweep and (sweep.path / SWEEP_FILE).exists() and not end_of(sweep):
+            return f"its sweep {one.sweep} has been begun anew since it was looked at"
         if all_jobs(run):
             backend_anyway(run).adopt(run)
         live, away = _live(run)
-    except (ClusterError, OSError) as error:
+    except (ClusterError, DamagedFile, OSError) as error:
         return f"nothing is known of its jobs: {error}"
     return f"still there: {', '.join(live)}" if live else f"nothing is known of its jobs: {away}" if away else ""
 

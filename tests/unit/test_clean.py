@@ -116,6 +116,15 @@ def test_a_sweep_stays_as_long_as_a_cell_of_it(tmp_path: Path) -> None:
     assert out.splitlines()[-1] == "removed s", "after its cells"
 
 
+def test_a_cell_whose_sweep_was_begun_anew_since_it_was_looked_at_stays(tmp_path: Path) -> None:
+    a_run(tmp_path, "s-c00", sweep="s")
+    (found,) = survey(tmp_path)
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "sweep.toml").write_text("[axes]\n")
+    with pytest.raises(Stays, match="its sweep s has been begun anew"):
+        remove(tmp_path, found)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"kind": "finish", "time": "yesterday"}'])
 def test_what_cannot_be_read_stays(tmp_path: Path, text: str) -> None:
     run = a_run(tmp_path, "run")
