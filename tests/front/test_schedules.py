@@ -1,5 +1,7 @@
 """Schedules on a real Prefect server: made, paused and resumed in every way, and skipped while a run still works."""
 
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,7 +91,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     server = PrefectServer(tmp_path_factory.mktemp("prefect-server"), **QUICK)
     try:
         found = Site(server.start().url, home)
-        found.ask("POST", "work_pools/", {"name": f"slipstream-{INSTANCE}", "type": "process"})
+        for pool in (f"slipstream-{INSTANCE}", f"slipstream-{INSTANCE}-care"):
+            found.ask("POST", "work_pools/", {"name": pool, "type": "process"})
         yield found
     finally:
         server.kill()
@@ -165,6 +168,33 @@ def test_what_cannot_be_is_refused_before_anything_is_registered(
     assert [word for word in words if word not in done.stderr] == [], done.stderr
     assert "Traceback" not in done.stderr
     assert site.ask("POST", "deployments/count", {}) == before
+
+
+def test_the_commands_of_the_page(site: Site, tmp_path: Path) -> None:
+    """In the order of the page, in a folder that is not the checkout."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "runs").mkdir()
+    page = (ROOT / "docs" / "schedules.md").read_text()
+    blocks = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) >= 9
+    for line in lines:
+        program, *argv = shlex.split(line)
+        assert program == "slipstream"
+        done = site.slipstream(*argv, cwd=tmp_path)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    weekly, sweeps = site.deployment("weekly"), site.deployment("sweeps")
+    listed = site.slipstream("schedule", "list").stdout
+    assert "weekly  active  0 20 * * FRI (Europe/Berlin)" in listed
+    assert f"sweep/{INSTANCE}.demo@sweeps" in listed
+    assert re.search(r"next  Fri \d{4}-\d\d-\d\d 20:00 \(\+0[12]00\)  =  \d{4}-\d\d-\d\d 1[89]:00 UTC", listed)
+    assert weekly["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"] == str(ROOT)
+    assert sweeps["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"] == str(tmp_path)
+    assert sweeps["entrypoint"] == f"{ROOT}/flows/sweep.py:sweep"
+    assert sweeps["work_pool_name"] == f"slipstream-{INSTANCE}-care"
+    assert "monthly" not in listed
+    here = site.slipstream("schedule", "add", "demo", "--cron", "0 20 * * *", "--name", "here", "--paused")
+    assert ", this machine's (--timezone names another)" in here.stdout
 
 
 def test_pause_and_resume_keep_the_parameters(site: Site, tmp_path: Path) -> None:
