@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from cluster.local_jobs import cancel_jobs
-from slipstream.process import spawn, stop
+from slipstream.process import last_lines, spawn, stop
 from slipstream.run_folder import RunFolder
+from tasks.origin import Origin, write_origin
 from tasks.outcome import read_outcome
 from tasks.stored import all_jobs
 from tests.prefect_server import PASSWORD, PATIENCE_S, ROOT, PrefectServer, environment
@@ -78,6 +79,19 @@ class Site:
         found = self.ask("POST", "deployments/filter", {"deployments": {"name": {"like_": f"@{name}"}}})
         (one,) = [deployment for deployment in found if deployment["name"].endswith(f"@{name}")]
         return dict(one)
+
+    def start_now(self, flow_run: str) -> str:
+        """What the clock would do to a flow run that the scheduler has made."""
+        state = {"type": "SCHEDULED", "state_details": {"scheduled_time": datetime.now(UTC).isoformat()}}
+        self.ask("POST", f"flow_runs/{flow_run}/set_state", {"state": state})
+        return flow_run
+
+    def state_of(self, flow_run: str) -> dict[str, Any]:
+        return dict(self.ask("GET", f"flow_runs/{flow_run}")["state"])
+
+    def worker(self, pool: str, log: Path, **settings: str) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+        return spawn(argv, log, self.environment(**settings))
 
     def flow_runs(self, deployment: str, *states: str) -> list[dict[str, Any]]:
         wanted: dict[str, Any] = {"deployments": {"id": {"any_": [deployment]}}, "sort": "EXPECTED_START_TIME_ASC"}
@@ -244,17 +258,10 @@ def test_a_start_is_skipped_while_the_run_before_works(site: Site, tmp_path: Pat
     assert len(runs) >= 3
 
     def start_now(number: int) -> str:
-        """What the clock would do to a flow run that the scheduler has made."""
-        state = {"type": "SCHEDULED", "state_details": {"scheduled_time": datetime.now(UTC).isoformat()}}
-        site.ask("POST", f"flow_runs/{runs[number]['id']}/set_state", {"state": state})
-        return str(runs[number]["id"])
+        return site.start_now(runs[number]["id"])
 
-    def state_of(flow_run: str) -> dict[str, Any]:
-        return dict(site.ask("GET", f"flow_runs/{flow_run}")["state"])
-
-    log = tmp_path / "worker.log"
-    argv = [sys.executable, "-m", "prefect", "worker", "start", "--pool", f"slipstream-{INSTANCE}", "--type", "process"]
-    worker = spawn(argv, log, site.environment(STANDIN="learner:wait", STANDIN_LEADERS="standins"))
+    state_of, log = site.state_of, tmp_path / "worker.log"
+    worker = site.worker(f"slipstream-{INSTANCE}", log, STANDIN="learner:wait", STANDIN_LEADERS="standins")
     try:
         first = start_now(0)
         run = RunFolder(wait_until(lambda: next(tmp_path.glob("m-*/fences"), None), f"a run is made, see {log}").parent)
@@ -277,3 +284,29 @@ def test_a_start_is_skipped_while_the_run_before_works(site: Site, tmp_path: Pat
         stop(worker, 30)
         for path in tmp_path.glob("m-*"):
             cancel_jobs(all_jobs(RunFolder(path)), grace_s=0.1)
+
+
+def test_a_sweep_is_skipped_while_the_one_before_works(site: Site, tmp_path: Path) -> None:
+    done = site.slipstream(
+        "schedule", "add", "examples/sweeps/demo.toml", "--cron", "0 20 * * FRI", "--timezone", "UTC", "--name", "grid",
+        "--set", f"storage.root={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = site.deployment("grid")
+    before = RunFolder(tmp_path / "before")
+    before.path.mkdir()
+    write_origin(before, Origin(deployment=found["id"]))
+    runs = wait_until(lambda: site.flow_runs(found["id"], "SCHEDULED"), "flow runs are scheduled")
+    log = tmp_path / "worker.log"
+    worker = site.worker(f"slipstream-{INSTANCE}-care", log)
+    try:
+        started = site.start_now(runs[0]["id"])
+        ended = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+        wait_until(lambda: site.state_of(started)["type"] in ended, f"the start ends, see {log}")
+        state = site.state_of(started)
+        said = (state["name"], state["message"])
+        assert said == ("Skipped", "before of the same schedule still works: nothing was started"), last_lines(log)
+        assert not list(tmp_path.glob("*/sweep.toml"))
+    finally:
+        site.slipstream("schedule", "remove", "grid")
+        stop(worker, 30)
