@@ -17,7 +17,6 @@ from cluster.local_jobs import cancel_jobs
 from slipstream.process import last_lines, spawn, stop
 from slipstream.run_folder import RunFolder
 from tasks.origin import Origin, write_origin
-from tasks.outcome import read_outcome
 from tasks.stored import all_jobs
 from tests.prefect_server import PASSWORD, PATIENCE_S, ROOT, PrefectServer, environment
 from tests.waiting import wait_until
@@ -161,12 +160,6 @@ def test_a_schedule_is_a_deployment_with_everything_in_it(site: Site, tmp_path: 
         (("demo", "--cron", "0 20 * * FRY", "--timezone", "UTC"), ["--cron", "'FRY' is no day of the week", "SUN to SAT"]),
         (("demo", "--cron", "0 20 * * *", "--timezone", "Europe/Berln"), ["--timezone", "did you mean Europe/Berlin"]),
         (("demmo", "--cron", "0 20 * * *", "--timezone", "UTC"), ["PRESET", "there is no such preset; there are demo"]),
-        (("none.toml", "--cron", "0 20 * * *", "--timezone", "UTC"), ["none.toml", "there is no such file"]),
-        (
-            ("demo", "--cron", "0 20 * * *", "--timezone", "UTC", "--set", "trainer.max_stepz=3"),
-            ["trainer.max_stepz", "did you mean trainer.max_steps"],
-        ),
-        (("demo", "--cron", "0 20 * * *", "--timezone", "UTC", "--name", "a b"), ["--name", "letters, digits"]),
         (
             ("demo", "--cron", "0 20 * * *", "--timezone", "UTC", "--instance", "poolless"),
             ["no work pool 'slipstream-poolless'", "slipstream deploy"],
@@ -252,10 +245,10 @@ def test_pause_and_resume_keep_the_parameters(site: Site, tmp_path: Path) -> Non
 
 
 def test_a_start_is_skipped_while_the_run_before_works(site: Site, tmp_path: Path) -> None:
-    """The first start runs, the second ends as Skipped and names it, and after its end the third runs."""
+    """The first start runs, the second ends as Skipped and names it."""
     found = added(site, "often", "--set", f"storage.root={tmp_path}", "--set", "name=m")
     runs = wait_until(lambda: site.flow_runs(found["id"], "SCHEDULED"), "flow runs are scheduled")
-    assert len(runs) >= 3
+    assert len(runs) >= 2
 
     def start_now(number: int) -> str:
         return site.start_now(runs[number]["id"])
@@ -273,12 +266,6 @@ def test_a_start_is_skipped_while_the_run_before_works(site: Site, tmp_path: Pat
         (run.path / "go").touch()
         wait_until(lambda: state_of(first)["type"] == "COMPLETED", f"the first run ends, see {log}")
         assert state_of(first)["name"] == "Completed"
-        third = start_now(2)
-        wait_until(lambda: len(list(tmp_path.glob("m-*/fences"))) == 2, f"the third start runs, see {log}")
-        (after,) = [RunFolder(path) for path in tmp_path.glob("m-*") if path != run.path]
-        (after.path / "go").touch()
-        wait_until(lambda: state_of(third)["type"] == "COMPLETED", f"the third run ends, see {log}")
-        assert read_outcome(after) is not None
     finally:
         site.slipstream("schedule", "remove", "often")
         stop(worker, 30)
