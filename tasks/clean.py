@@ -32,6 +32,7 @@ from tasks.stored import all_jobs, backend_anyway, stored_config
 
 REMAINS = ".removing-"
 SWEEP_FILE = "sweep.toml"
+MARKS = ("origin.json", RUN_FILE, SWEEP_FILE)  # what runs and sweeps are found by
 HELD_OUT, TRAINING = "eval/reward", "reward"
 
 
@@ -192,13 +193,20 @@ def remove(root: Path, one: Found) -> None:
     next removal goes on with them.
     """
     if one.remains:
-        _delete(root / one.id)
+        _end(root / one.id)
         return
     with _held(root, one) as run:
         keep_silent(run)  # its next beat would make the folder anew
         remains = root / f"{REMAINS}{one.id}-{secrets.token_hex(4)}"
         run.path.rename(remains)
         fsync_folder(root)
+    _end(remains)
+
+
+def _end(remains: Path) -> None:
+    """Raises OSError."""
+    for name in MARKS:  # before its outcome: half of it must not be taken for a run that nobody leads
+        (remains / name).unlink(missing_ok=True)
     _delete(remains)
 
 
