@@ -32,6 +32,7 @@ from tasks.stored import all_jobs, backend_anyway, stored_config
 
 REMAINS = ".removing-"
 SWEEP_FILE = "sweep.toml"
+MARKS = ("origin.json", RUN_FILE, SWEEP_FILE)  # what runs and sweeps are found by
 HELD_OUT, TRAINING = "eval/reward", "reward"
 
 
@@ -192,13 +193,20 @@ def remove(root: Path, one: Found) -> None:
     next removal goes on with them.
     """
     if one.remains:
-        _delete(root / one.id)
+        _end(root / one.id)
         return
     with _held(root, one) as run:
         keep_silent(run)  # its next beat would make the folder anew
         remains = root / f"{REMAINS}{one.id}-{secrets.token_hex(4)}"
         run.path.rename(remains)
         fsync_folder(root)
+    _end(remains)
+
+
+def _end(remains: Path) -> None:
+    """Raises OSError."""
+    for name in MARKS:  # before its outcome: half of it must not be taken for a run that nobody leads
+        (remains / name).unlink(missing_ok=True)
     _delete(remains)
 
 
@@ -246,10 +254,13 @@ def _in_use(run: RunFolder, one: Found) -> str:
     if again is None or again.untouchable or again.ended_at != one.ended_at:
         return "it has been begun anew, or changed, since it was looked at"
     try:
+        sweep = RunFolder(run.path.parent / one.sweep)
+        if one.sweep and (sweep.path / SWEEP_FILE).exists() and not end_of(sweep):
+            return f"its sweep {one.sweep} has been begun anew since it was looked at"
         if all_jobs(run):
             backend_anyway(run).adopt(run)
         live, away = _live(run)
-    except (ClusterError, OSError) as error:
+    except (ClusterError, DamagedFile, OSError) as error:
         return f"nothing is known of its jobs: {error}"
     return f"still there: {', '.join(live)}" if live else f"nothing is known of its jobs: {away}" if away else ""
 

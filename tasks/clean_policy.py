@@ -78,12 +78,13 @@ def plan(found: Sequence[Found], now: float, older_than_s: float, keep_best: boo
         keep_best: of each sweep, and of each run name, the run with the best reward stays.
     """
     best = _best(found) if keep_best else {}
-    rows = [_row(one, now, older_than_s, best.get(one.id, "")) for one in found]
+    working = {one.id for one in found if one.is_sweep and (one.ended_at is None or one.leader)}
+    rows = [_row(one, now, older_than_s, best.get(one.id, ""), one.sweep in working) for one in found]
     staying = [row.found for row in rows if not row.goes]
     return [_with_cells(row, [one for one in staying if one.sweep == row.found.id]) for row in rows]
 
 
-def _row(one: Found, now: float, older_than_s: float, best: str) -> Row:
+def _row(one: Found, now: float, older_than_s: float, best: str, sweep_works: bool) -> Row:
     def stays(why: str) -> Row:
         return Row(one, False, why)
 
@@ -99,6 +100,8 @@ def _row(one: Found, now: float, older_than_s: float, best: str) -> Row:
         return stays(f"still there: {', '.join(one.jobs)}")
     if one.away:
         return stays(f"nothing is known of its jobs: {one.away}")
+    if sweep_works:  # which would run the cell again
+        return stays(f"its sweep {one.sweep} has not ended")
     age = f"it ended {duration_text(max(0.0, now - one.ended_at))} ago"
     if now - one.ended_at <= older_than_s:
         return stays(age)

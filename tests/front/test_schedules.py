@@ -1,9 +1,12 @@
 """Schedules on a real Prefect server: made, paused and resumed in every way, and skipped while a run still works."""
 
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,9 @@ import pytest
 from cluster.local_jobs import cancel_jobs
 from slipstream.process import last_lines, spawn, stop
 from slipstream.run_folder import RunFolder
-from tasks.outcome import read_outcome
+from tasks.origin import Origin, write_origin
 from tasks.stored import all_jobs
-from tests.prefect_server import PASSWORD, PATIENCE_S, ROOT, STANDINS, PrefectServer, environment
+from tests.prefect_server import PASSWORD, PATIENCE_S, ROOT, PrefectServer, environment
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -76,6 +79,19 @@ class Site:
         (one,) = [deployment for deployment in found if deployment["name"].endswith(f"@{name}")]
         return dict(one)
 
+    def start_now(self, flow_run: str) -> str:
+        """What the clock would do to a flow run that the scheduler has made."""
+        state = {"type": "SCHEDULED", "state_details": {"scheduled_time": datetime.now(UTC).isoformat()}}
+        self.ask("POST", f"flow_runs/{flow_run}/set_state", {"state": state})
+        return flow_run
+
+    def state_of(self, flow_run: str) -> dict[str, Any]:
+        return dict(self.ask("GET", f"flow_runs/{flow_run}")["state"])
+
+    def worker(self, pool: str, log: Path, **settings: str) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+        return spawn(argv, log, self.environment(**settings))
+
     def flow_runs(self, deployment: str, *states: str) -> list[dict[str, Any]]:
         wanted: dict[str, Any] = {"deployments": {"id": {"any_": [deployment]}}, "sort": "EXPECTED_START_TIME_ASC"}
         wanted |= {"flow_runs": {"state": {"type": {"any_": states}}}} if states else {}
@@ -88,7 +104,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     server = PrefectServer(tmp_path_factory.mktemp("prefect-server"), **QUICK)
     try:
         found = Site(server.start().url, home)
-        found.ask("POST", "work_pools/", {"name": f"slipstream-{INSTANCE}", "type": "process"})
+        for pool in (f"slipstream-{INSTANCE}", f"slipstream-{INSTANCE}-care"):
+            found.ask("POST", "work_pools/", {"name": pool, "type": "process"})
         yield found
     finally:
         server.kill()
@@ -143,12 +160,6 @@ def test_a_schedule_is_a_deployment_with_everything_in_it(site: Site, tmp_path: 
         (("demo", "--cron", "0 20 * * FRY", "--timezone", "UTC"), ["--cron", "'FRY' is no day of the week", "SUN to SAT"]),
         (("demo", "--cron", "0 20 * * *", "--timezone", "Europe/Berln"), ["--timezone", "did you mean Europe/Berlin"]),
         (("demmo", "--cron", "0 20 * * *", "--timezone", "UTC"), ["PRESET", "there is no such preset; there are demo"]),
-        (("none.toml", "--cron", "0 20 * * *", "--timezone", "UTC"), ["none.toml", "there is no such file"]),
-        (
-            ("demo", "--cron", "0 20 * * *", "--timezone", "UTC", "--set", "trainer.max_stepz=3"),
-            ["trainer.max_stepz", "did you mean trainer.max_steps"],
-        ),
-        (("demo", "--cron", "0 20 * * *", "--timezone", "UTC", "--name", "a b"), ["--name", "letters, digits"]),
         (
             ("demo", "--cron", "0 20 * * *", "--timezone", "UTC", "--instance", "poolless"),
             ["no work pool 'slipstream-poolless'", "slipstream deploy"],
@@ -164,6 +175,33 @@ def test_what_cannot_be_is_refused_before_anything_is_registered(
     assert [word for word in words if word not in done.stderr] == [], done.stderr
     assert "Traceback" not in done.stderr
     assert site.ask("POST", "deployments/count", {}) == before
+
+
+def test_the_commands_of_the_page(site: Site, tmp_path: Path) -> None:
+    """In the order of the page, in a folder that is not the checkout."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "runs").mkdir()
+    page = (ROOT / "docs" / "schedules.md").read_text()
+    blocks = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) >= 9
+    for line in lines:
+        program, *argv = shlex.split(line)
+        assert program == "slipstream"
+        done = site.slipstream(*argv, cwd=tmp_path)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    weekly, sweeps = site.deployment("weekly"), site.deployment("sweeps")
+    listed = site.slipstream("schedule", "list").stdout
+    assert "weekly  active  0 20 * * FRI (Europe/Berlin)" in listed
+    assert f"sweep/{INSTANCE}.demo@sweeps" in listed
+    assert re.search(r"next  Fri \d{4}-\d\d-\d\d 20:00 \(\+0[12]00\)  =  \d{4}-\d\d-\d\d 1[89]:00 UTC", listed)
+    assert weekly["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"] == str(ROOT)
+    assert sweeps["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"] == str(tmp_path)
+    assert sweeps["entrypoint"] == f"{ROOT}/flows/sweep.py:sweep"
+    assert sweeps["work_pool_name"] == f"slipstream-{INSTANCE}-care"
+    assert "monthly" not in listed
+    here = site.slipstream("schedule", "add", "demo", "--cron", "0 20 * * *", "--name", "here", "--paused")
+    assert ", this machine's (--timezone names another)" in here.stdout
 
 
 def test_pause_and_resume_keep_the_parameters(site: Site, tmp_path: Path) -> None:
@@ -207,37 +245,55 @@ def test_pause_and_resume_keep_the_parameters(site: Site, tmp_path: Path) -> Non
 
 
 def test_a_start_is_skipped_while_the_run_before_works(site: Site, tmp_path: Path) -> None:
-    """The first start runs, the second ends as Skipped and names it, and after its end the next one runs."""
-    found = added(
-        site, "minutely", "--cron", "* * * * *", "--set", f"storage.root={tmp_path}", "--set", "name=m", "--paused"
-    )
-    path = f"{ROOT / 'tests' / 'standins' / 'in_flows'}:{STANDINS}:{ROOT}"
-    settings = site.environment(STANDIN="learner:wait") | {"PYTHONPATH": path}
-    argv = [sys.executable, "-m", "prefect", "worker", "start", "--pool", f"slipstream-{INSTANCE}", "--type", "process"]
-    worker = spawn(argv, tmp_path / "worker.log", settings)
-    log = tmp_path / "worker.log"
+    """The first start runs, the second ends as Skipped and names it."""
+    found = added(site, "often", "--set", f"storage.root={tmp_path}", "--set", "name=m")
+    runs = wait_until(lambda: site.flow_runs(found["id"], "SCHEDULED"), "flow runs are scheduled")
+    assert len(runs) >= 2
+
+    def start_now(number: int) -> str:
+        return site.start_now(runs[number]["id"])
+
+    state_of, log = site.state_of, tmp_path / "worker.log"
+    worker = site.worker(f"slipstream-{INSTANCE}", log, STANDIN="learner:wait", STANDIN_LEADERS="standins")
     try:
-        assert site.slipstream("schedule", "resume", "minutely").returncode == 0
-        run = RunFolder(wait_until(lambda: next(tmp_path.glob("m-*"), None), f"a run is made, see {log}", 240))
-        of_run = RunFolder(run.path)
-        (skipped, *_) = wait_until(
-            lambda: [r for r in site.flow_runs(found["id"]) if r["state_name"] == "Skipped"],
-            f"one is skipped, see {log}",
-            240,
-        )
-        assert skipped["state_type"] == "COMPLETED"
-        assert f"the run before this one, {run.run_id}, still works: nothing was started" in skipped["state"]["message"]
-        assert str(run.path) in skipped["state"]["message"]
+        first = start_now(0)
+        run = RunFolder(wait_until(lambda: next(tmp_path.glob("m-*/fences"), None), f"a run is made, see {log}").parent)
+        second = start_now(1)
+        wait_until(lambda: state_of(second)["type"] == "COMPLETED", f"the second start ends, see {log}")
+        assert state_of(second)["name"] == "Skipped"
+        assert f"{run.run_id} of the same schedule still works: nothing was started" in state_of(second)["message"]
         assert [path.name for path in tmp_path.glob("m-*")] == [run.run_id]
-        (of_run.path / "go").touch()
-        wait_until(lambda: read_outcome(of_run), f"the first run ends, see {log}", 240)
-        wait_until(lambda: len(list(tmp_path.glob("m-*"))) == 2, f"the next start runs, see {log}", 240)
-        states = {r["state_name"] for r in site.flow_runs(found["id"], "COMPLETED")}
-        assert states == {"Completed", "Skipped"}, last_lines(log)
+        (run.path / "go").touch()
+        wait_until(lambda: state_of(first)["type"] == "COMPLETED", f"the first run ends, see {log}")
+        assert state_of(first)["name"] == "Completed"
     finally:
-        site.slipstream("schedule", "remove", "minutely")
-        for path_ in tmp_path.glob("m-*"):
-            (path_ / "go").touch()
+        site.slipstream("schedule", "remove", "often")
         stop(worker, 30)
-        for path_ in tmp_path.glob("m-*"):
-            cancel_jobs(all_jobs(RunFolder(path_)), grace_s=0.1)
+        for path in tmp_path.glob("m-*"):
+            cancel_jobs(all_jobs(RunFolder(path)), grace_s=0.1)
+
+
+def test_a_sweep_is_skipped_while_the_one_before_works(site: Site, tmp_path: Path) -> None:
+    done = site.slipstream(
+        "schedule", "add", "examples/sweeps/demo.toml", "--cron", "0 20 * * FRI", "--timezone", "UTC", "--name", "grid",
+        "--set", f"storage.root={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = site.deployment("grid")
+    before = RunFolder(tmp_path / "before")
+    before.path.mkdir()
+    write_origin(before, Origin(deployment=found["id"]))
+    runs = wait_until(lambda: site.flow_runs(found["id"], "SCHEDULED"), "flow runs are scheduled")
+    log = tmp_path / "worker.log"
+    worker = site.worker(f"slipstream-{INSTANCE}-care", log)
+    try:
+        started = site.start_now(runs[0]["id"])
+        ended = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+        wait_until(lambda: site.state_of(started)["type"] in ended, f"the start ends, see {log}")
+        state = site.state_of(started)
+        said = (state["name"], state["message"])
+        assert said == ("Skipped", "before of the same schedule still works: nothing was started"), last_lines(log)
+        assert not list(tmp_path.glob("*/sweep.toml"))
+    finally:
+        site.slipstream("schedule", "remove", "grid")
+        stop(worker, 30)

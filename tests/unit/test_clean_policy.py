@@ -96,6 +96,17 @@ def test_a_sweep_goes_with_the_last_of_its_cells() -> None:
     assert [row.goes for row in others] == [True, False, False]
 
 
+@pytest.mark.parametrize(
+    "sweep", [Found("s", is_sweep=True), Found("s", is_sweep=True, ended_at=0.0, leader="pid 7 on a")]
+)
+def test_a_finished_cell_stays_while_its_sweep_works(sweep: Found) -> None:
+    """A sweep that goes on would run it again."""
+    assert [row.why for row in plan([replace(OLD, sweep="s"), OLD, sweep], NOW, 30 * DAY, False)][:2] == [
+        "its sweep s has not ended",
+        "it ended 45 days ago",
+    ]
+
+
 NUMBERS = st.none() | st.floats(0, 1)
 FOUND = st.builds(
     Found,
