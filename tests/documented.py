@@ -1,7 +1,8 @@
 """Commands in the documentation, and what runs each: a page with a command that nothing runs fails `test_docs.py`.
 
-A command is a line of a fenced `bash` block, without its comment. `HERE` are run as they stand, in the page's order, by
-`tests/front/test_documented.py`; `BY_TEST` are run by another test, in these or in equal words; what cannot be run says why.
+A command is a line of a fenced `bash` or `sh` block, or an indented line that begins like one, without its comment. `HERE`
+are run as they stand by `tests/front/test_documented.py`; `ByTest` are run by another test, in these or in equal words; what
+cannot be run says why. A page whose own test runs all of it has that test.
 """
 
 import re
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHELL = ("bash", "sh")
+INDENTED = re.compile(r"^ {4}((?:\.venv/bin/)?slipstream .*|make .*|sbatch .*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,20 @@ How = Here | ByTest | NotRun
 HERE = Here()
 UP = ByTest("tests/front/test_up.py::test_a_run_goes_from_submit_to_completed")
 POSTGRES = ByTest("tests/front/test_postgres.py::test_a_run_with_postgresql")
+SWEEP = ByTest("tests/integration/test_sweep_cli.py::test_ctrl_c_and_the_same_command_again")
 INSTALLED = ByTest("tests/unit/test_install.py::test_with_systemd")
 
-COMMANDS: Mapping[str, Mapping[str, How]] = {
+COMMANDS: Mapping[str, Mapping[str, How] | ByTest] = {
+    "docs/schedules.md": ByTest("tests/front/test_schedules.py::test_the_commands_of_the_page"),
+    "docs/sweeps.md": {
+        "slipstream sweep examples/sweeps/demo.toml --dry-run": HERE,
+        "slipstream sweep examples/sweeps/demo.toml": SWEEP,
+    },
+    "docs/recovery.md": {
+        "slipstream reconcile": HERE,
+        "slipstream reconcile --dry-run": HERE,
+        "slipstream reconcile --json": HERE,
+    },
     "docs/getting-started.md": {
         "make demo": ByTest("tests/integration/test_demo.py::test_the_demo_goes_to_its_end"),
         ".venv/bin/slipstream up": UP,
@@ -77,12 +91,20 @@ COMMANDS: Mapping[str, Mapping[str, How]] = {
 
 def pages() -> list[str]:
     """Pages of the documentation that have commands, relative to the repository."""
-    found = sorted((ROOT / "docs").glob("*.md"))
-    return [str(path.relative_to(ROOT)) for path in found if BLOCK.search(path.read_text())]
+    found = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in found if commands(page)]
 
 
 def commands(page: str) -> list[str]:
     """The commands of a page, in its order."""
-    blocks = BLOCK.findall((ROOT / page).read_text())
+    text = (ROOT / page).read_text()
+    blocks = [block for language, block in BLOCK.findall(text) if language in SHELL]
+    blocks.append("\n".join(INDENTED.findall(BLOCK.sub("", text))))
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [command for line in lines if (command := re.sub(r"(^|\s)#.*", "", line).strip())]
+
+
+def table(page: str) -> Mapping[str, How]:
+    """What runs each command of a page."""
+    how = COMMANDS[page]
+    return dict.fromkeys(commands(page), how) if isinstance(how, ByTest) else how

@@ -228,5 +228,9 @@ class ArtifactPage:
 
     def pictures(self) -> list[tuple[int, int]]:
         """Width and height of the pictures that were really drawn, those of the description too."""
-        sizes = self.page.get_by_role("main").locator("img").evaluate_all("all => all.map(one => [one.naturalWidth, one.naturalHeight])")
+        sizes = (
+            self.page.get_by_role("main")
+            .locator("img")
+            .evaluate_all("all => all.map(one => [one.naturalWidth, one.naturalHeight])")
+        )
         return [(width, height) for width, height in sizes if width and height]

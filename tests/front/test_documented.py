@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documented import COMMANDS, Here, commands
+from tests.documented import COMMANDS, Here, commands, table
 from tests.front_door import PATIENCE_S, Front
 from tests.prefect_server import ROOT
 
@@ -23,8 +23,10 @@ def words(front: Front) -> dict[str, str]:
     home = Path(front.environment["HOME"]) / ".slipstream"
     if not home.exists():
         home.symlink_to(front.home)
+    slipstream = f"{shlex.quote(sys.executable)} -m flows.cli.main"
     return {
-        ".venv/bin/slipstream": f"{shlex.quote(sys.executable)} -m flows.cli.main",
+        "slipstream": slipstream,
+        ".venv/bin/slipstream": slipstream,
         "my.toml": shlex.quote(str(front.preset)),
         "RUN": shlex.quote(str(front.run_of(flow_run).path)),
         "STORAGE": shlex.quote(str(front.root)),
@@ -33,10 +35,10 @@ def words(front: Front) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("page", "command"),
-    [(page, command) for page, table in COMMANDS.items() for command in commands(page) if table.get(command) == Here()],
+    [(page, command) for page in COMMANDS for command in commands(page) if isinstance(table(page).get(command), Here)],
 )
 def test_it_does_what_the_page_says(front: Front, words: dict[str, str], page: str, command: str) -> None:
-    how = COMMANDS[page][command]
+    how = table(page)[command]
     assert isinstance(how, Here)
     line = " ".join(words.get(word, word) for word in command.split(" "))
     done = subprocess.run(

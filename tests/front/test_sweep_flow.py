@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.front_door import INSTANCE, Front, flow_processes
 
 from cluster.local_jobs import job_processes
 from slipstream.run_folder import read_json
 from tasks.stored import all_jobs
 from tasks.sweep_folder import SweepFolder
 from tests.doubles.sweep import go_on, hold, is_held
+from tests.front_door import INSTANCE, Front, flow_processes
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
