@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,8 +33,8 @@ CLI = "from flows.cli.main import main; main()"
 
 
 @pytest.fixture
-def login(bed: Bed) -> Iterator[BedPrefect]:
-    """Commands of `bed1` on the login machine."""
+def login(bed: Bed, tmp_path: Path) -> Iterator[BedPrefect]:
+    """Commands of `bed1` on the login machine; its logs are kept beside what the browser leaves."""
     folder = bed.shared / f"front-{time.time_ns() % 10**9}"
     folder.mkdir()
     found = BedPrefect(bed, folder, SLIPSTREAM_INSTANCE=INSTANCE, STANDIN_LEADERS="doubles", HOME=str(folder))
@@ -42,6 +43,8 @@ def login(bed: Bed) -> Iterator[BedPrefect]:
     try:
         yield found
     finally:
+        shutil.copytree(folder / "home" / "logs", tmp_path / "logs", dirs_exist_ok=True)
+        shutil.copy(folder / "prefect.log", tmp_path)
         found.close()
         bed.command("scancel", "--user", USER)
 
