@@ -53,8 +53,11 @@ class PrefectRest:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         if auth:
             headers = {"Authorization": f"Basic {base64.b64encode(auth.encode()).decode()}"}
-        loopback = httpx.URL(url).host in ("127.0.0.1", "localhost", "::1")
-        self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=not loopback, follow_redirects=True)
+        try:
+            proxied = httpx.URL(url).host not in ("127.0.0.1", "localhost", "::1")
+        except httpx.InvalidURL:  # which the first call tells
+            proxied = False
+        self._client = httpx.Client(headers=headers, timeout=timeout_s, trust_env=proxied, follow_redirects=True)
 
     @classmethod
     def here(cls, url: str, timeout_s: float = TIMEOUT_S) -> "PrefectRest":

@@ -1,6 +1,7 @@
 """Runs that a real worker of a real Prefect server starts, with stand-ins for server and learner."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -80,9 +81,15 @@ class Front:
         argv = [sys.executable, "-m", "prefect", "worker", "start", "--type", "process", "--pool", runs_pool(INSTANCE)]
         self.worker = spawn(argv, self.folder / "worker.log", self.environment)
 
-    def kill_worker(self) -> None:
-        if self.worker is not None:
-            stop(self.worker, 0)
+    def kill_worker(self, *runs: RunFolder) -> None:
+        """Kill it together with the flows that lead the runs: none of them can tell of another's death."""
+        if self.worker is None:
+            return
+        if self.worker.poll() is None:
+            self.worker.send_signal(signal.SIGSTOP)
+        for run in runs:
+            self.kill_leader(run)
+        stop(self.worker, 0)
 
     def call(self, method: str, route: str, body: Any = None) -> Any:
         user, _, secret = PASSWORD.partition(":")
