@@ -35,7 +35,7 @@ test: setup  ## everything that runs here: unit tests, exactness of model and lo
 	$(PY) -m tests.slowest $(REPORTS); exit $$code
 
 test-integration: setup  ## real servers, learners and flows on this machine
-	HF_HUB_OFFLINE=1 nice -n 5 $(PY) -m pytest -v -n 2 --dist loadfile --junitxml=$(REPORTS)/integration.xml tests/integration 2>&1 | (trap "" INT TERM; exec sed -u "s/^/integration: /")
+	HF_HUB_OFFLINE=1 nice -n 5 $(PY) -m pytest -v -n 2 --dist loadfile --junitxml=$(REPORTS)/integration.xml tests/integration tests/front 2>&1 | (trap "" INT TERM; exec sed -u "s/^/integration: /")
 
 test-slurm: setup  ## runs on a real SLURM: the test bed (root, Debian), skipped with the reason where there can be none
 	@$(PY) slurm/testbed install --if-possible
