@@ -1,6 +1,7 @@
 """What `slipstream up --install` writes. systemctl, loginctl and crontab are stand-ins that record how they were called;
 the texts are judged by systemd itself where it is there."""
 
+import getpass
 import os
 import shutil
 import subprocess
@@ -147,7 +148,7 @@ def test_with_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f"systemctl --user enable {SERVICES} slipstream-alice-reconcile.timer",
         "systemctl --user start slipstream-alice-reconcile.timer",
         f"systemctl --user restart {SERVICES}",
-        f"loginctl show-user {__import__('getpass').getuser()} --property=Linger",
+        f"loginctl show-user {getpass.getuser()} --property=Linger",
     ]
     written = machine.units()
     assert written == units(place)
