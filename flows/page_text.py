@@ -8,7 +8,7 @@ import re
 import unicodedata
 
 JOINERS = "\u200c\u200d"  # invisible, but parts of words and of emoji
-LINE = 110  # characters of a line in a block; a page would be scrolled sideways otherwise
+LINE = 90  # characters of a line in a block; a page would be scrolled sideways otherwise
 
 
 def visible(text: str) -> str:

@@ -15,6 +15,7 @@ from prefect.runtime import flow_run
 from cluster.clients import ClusterAway
 from cluster.decide import Decision, Kind, Observation
 from cluster.jobs import JobRecord
+from flows.masking import masking_failures
 from flows.run_page import showing
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
@@ -78,7 +79,8 @@ def supervise(run_dir: str) -> Outcome:
             said = decision.reason
             log.info(said)
 
-    return supervising.supervise(RunFolder(run_dir), tell)
+    with masking_failures(RunFolder(run_dir)):
+        return supervising.supervise(RunFolder(run_dir), tell)
 
 
 @task(name="finish", **OPTIONS)
