@@ -237,12 +237,6 @@ def test_a_sweeps_end() -> None:
     assert found["id"] == str(sweep_finished("s", {}, 0.0).id)
 
 
-def test_outside_a_flow_run_nothing_is_done(run: RunFolder) -> None:
-    with run_page.showing(run):
-        learns(run, 1)
-    assert not (run.path / "prefect.json").exists()
-
-
 def test_a_memory_of_other_flow_runs_is_kept(run: RunFolder) -> None:
     write_json(run.path / "prefect.json", {"artifacts": {"other": {RUN: "x"}}, "told": ["k"]})
     page(run).update(Server())
