@@ -122,7 +122,8 @@ def _rows(facts: Facts) -> list[list[str]]:
             rows.append([label, form.format(snapshot.metrics[name])])
     if is_number(stalest := snapshot.metrics.get("sample/staleness_max")):
         rows.append(["largest staleness", f"{stalest:.0f}"])
-    rows.append(["started again", f"{len(facts.recoveries)} times" if facts.recoveries else "never"])
+    times_again = {0: "never", 1: "once"}.get(len(facts.recoveries), f"{len(facts.recoveries)} times")
+    rows.append(["started again", times_again])
     if not facts.samples_wanted:
         rows.append(["completions", f"not recorded: set {code('trainer.log_completions')}"])
     if times := [window["time"] for window in snapshot.windows if is_number(window.get("time"))]:

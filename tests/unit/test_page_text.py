@@ -40,9 +40,14 @@ def test_a_span_is_one_line_between_fences_that_are_not_in_it(text: str) -> None
 
 def test_markup_stays_words() -> None:
     assert code(EVIL) == f"`{EVIL}`"
-    assert block(EVIL) == f"```text\n{EVIL[:LINE]}\n{EVIL[LINE:]}\n```"
+    assert block(EVIL).removeprefix("```text\n").removesuffix("\n```").replace("\n", "") == EVIL
     assert code("a``b`") == "``` a``b` ```"
     assert block("x\n````\ny").startswith("`````text\n")
+
+
+def test_long_lines_are_folded_between_words() -> None:
+    assert block("word " * 20).split("\n")[1:-1] == ["word " * 15, "word " * 5]
+    assert block("x" * (LINE + 1)).split("\n")[1:-1] == ["x" * LINE, "x"]
 
 
 def test_what_cannot_be_seen_is_written_out() -> None:
