@@ -150,8 +150,8 @@ def apply_notifications(client: "SyncPrefectClient", instance: str, blocks: Sequ
         elif _same({**old, "enabled": True}, body):
             done["kept"].append(automation.name)
         else:
-            body["enabled"] = old["enabled"]
-            client.request("PUT", f"/automations/{old['id']}", json=body)  # type: ignore[arg-type]
+            automation.enabled = bool(old["enabled"])
+            client.update_automation(UUID(old["id"]), automation)
             done["updated"].append(automation.name)
     return Applied(*(tuple(done[name]) for name in ("created", "updated", "kept")))
 
