@@ -15,7 +15,7 @@ from prefect.runtime import flow_run
 from cluster.clients import ClusterAway
 from cluster.decide import Decision, Kind, Observation
 from cluster.jobs import JobRecord
-from flows.masking import masking_failures
+from flows.masking import mask_of, masking_failures
 from flows.run_page import showing
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
@@ -70,17 +70,18 @@ def _job_id(start: Callable[[], JobRecord | None]) -> str | None:
 
 @task(name="supervise", **OPTIONS)
 def supervise(run_dir: str) -> Outcome:
-    log = get_run_logger()
+    run = RunFolder(run_dir)
+    log, mask = get_run_logger(), mask_of(run)
     said = ""
 
     def tell(_seen: Observation, decision: Decision) -> None:
         nonlocal said
         if decision.reason != said:
             said = decision.reason
-            log.info(said)
+            log.info(mask(said))
 
-    with masking_failures(RunFolder(run_dir)):
-        return supervising.supervise(RunFolder(run_dir), tell)
+    with masking_failures(run):
+        return supervising.supervise(run, tell)
 
 
 @task(name="finish", **OPTIONS)

@@ -273,6 +273,7 @@ def test_no_secret_is_on_the_page_of_a_run_that_fails(server: PrefectServer, tmp
     token = RunFolder(path).token_file.read_text().strip()
     for secret in (token, "planted-hf-value", PASSWORD.partition(":")[2]):
         assert secret in (path / "logs" / "learner-1.log").read_text()
+        assert secret in (path / "outcome.json").read_text()
         assert not [place for place, value in places.items() if secret in json.dumps(value)], secret
 
 
