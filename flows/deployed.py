@@ -14,12 +14,15 @@ from prefect import get_run_logger
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import deployment, flow_run
 from prefect.settings import get_current_settings
-from prefect.states import Cancelled, Completed, Failed
+from prefect.states import Cancelled, Failed
 
 from cluster.decide import Kind
 from cluster.profile import ClusterError
 from flows import steps
+from flows.masking import mask_of
+from flows.predecessor import skipped
 from flows.prefect_rest import CANCELS, FlowRun, PrefectAway, PrefectRest
+from flows.refused import show_refusal
 from flows.run_page import showing
 from slipstream.config_file import ConfigError
 from slipstream.run_config import RunConfig
@@ -52,7 +55,7 @@ class Start:
 
     def run_id(self, name: str) -> str:
         """A function of the flow run: each of its starts finds the same folder."""
-        return f"{name}-{self.flow_run.replace('-', '')[:12]}"
+        return f"{name}-{self.flow_run.replace('-', '')[-12:]}"  # its end: of many, the beginning is the time (UUID 7)
 
     def origin(self) -> Origin:
         return origin_here(self.flow_run, self.deployment, self.sweep)
@@ -79,37 +82,15 @@ def lead(config: RunConfig, run_id: str, start: Start) -> Any:
     """The body of the flow under a worker: the run folder of a run that finished, else the state that says how it ended."""
     run = RunFolder(Path(config.storage.root).expanduser() / (run_id or start.run_id(config.name)))
     try:
-        if skipped := _predecessor(run, start):
-            return Completed(name="Skipped", message=f"{skipped} of the same schedule still works: nothing was started")
+        if not run.run_file.exists() and (state := skipped(run.path.parent, run.run_id)) is not None:
+            return state
         return _lead(config, run, start)
-    except RunFailed as error:
-        return Failed(message=str(error))
     except RunCancelled as error:
-        return Cancelled(message=str(error))
-    except (ConfigError, ClusterError, RunFolderError, NothingToResume) as error:
+        return Cancelled(message=mask_of(run)(str(error)))
+    except (RunFailed, ConfigError, ClusterError, RunFolderError, NothingToResume) as error:
         if isinstance(error, ConfigError):
-            _show(error)
-        return Failed(message=str(error))
-
-
-def _predecessor(run: RunFolder, start: Start) -> str | None:
-    """The run of the same schedule that still works, where a schedule started this one. A run that is there goes on."""
-    try:
-        from tasks.predecessor import unfinished_predecessor
-    except ImportError:
-        return None
-    known = None if run.run_file.exists() else asked_prefect(start)
-    if known is None or not known.scheduled:
-        return None
-    found: str | None = unfinished_predecessor(run.path.parent, start.deployment, run.run_id)
-    return found
-
-
-def _show(error: ConfigError) -> None:
-    with contextlib.suppress(Exception):  # a page that cannot be written must not hide the refusal
-        from flows.refused import show_refusal
-
-        show_refusal(error)
+            show_refusal(error)
+        return Failed(message=mask_of(run)(str(error)))
 
 
 def _lead(config: RunConfig, run: RunFolder, start: Start) -> str:
@@ -128,13 +109,17 @@ def _lead(config: RunConfig, run: RunFolder, start: Start) -> str:
             time.sleep(LOOK_S)  # it has just begun or resumed the run
     if begun is None:
         return str(run.path)
+    with showing(run):
+        return _attempt(run, start, begun)
+
+
+def _attempt(run: RunFolder, start: Start, begun: bool) -> str:
     run_dir = str(run.path)
     try:
         if begun:
             steps.start_server(run_dir)
             steps.start_learner(run_dir)
-        with showing(run):
-            steps.supervise(run_dir, LEAVES)
+        steps.supervise(run_dir, LEAVES)
     except BaseException as error:
         _end(run, start, error)
         raise

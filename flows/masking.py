@@ -8,10 +8,12 @@ this process and of those that are handed to the jobs; and what has the shape of
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from cluster.environment import NOT_SECRET, SECRET
 from slipstream.run_folder import RunFolder, read_object
+from tasks.outcome import RunFailed
 
 SHORTEST = 8
 MASK = "•••"
@@ -54,6 +56,18 @@ def mask_of(run: RunFolder, environment: Mapping[str, str] | None = None) -> Mas
         kept = read_object(run.path / "secrets" / "environment.json")
         values += _secrets({name: value for name, value in kept.items() if isinstance(value, str)})
     return Mask(values)
+
+
+@contextlib.contextmanager
+def masking_failures(run: RunFolder) -> Iterator[None]:
+    """A failure of the body carries last lines of a log, which Prefect makes the state's message of task and flow run:
+    raise it masked."""
+    try:
+        yield
+    except RunFailed as error:
+        mask, told = mask_of(run), error.outcome
+        told = replace(told, reason=mask(told.reason), last_lines=mask(told.last_lines))
+        raise RunFailed(error.run_dir, told) from None
 
 
 def _secrets(environment: Mapping[str, str]) -> Iterable[str]:

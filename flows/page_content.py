@@ -64,18 +64,18 @@ def steps(facts: Facts) -> str:
 
 
 def headline(facts: Facts) -> str:
-    """The run in a line."""
-    parts = [f"**{ENDINGS[facts.outcome.kind]}**" if facts.outcome is not None else code(state(facts), 200)]
-    parts.append(f"step {steps(facts)}")
+    """The run in a few lines: a card cuts off what does not fit into one."""
+    state_line = f"**{ENDINGS[facts.outcome.kind]}**" if facts.outcome is not None else code(state(facts), 200)
+    lines = [state_line, f"step {steps(facts)}"]
     if facts.snapshot.rewards:
-        parts.append(f"reward {facts.snapshot.rewards[-1][1]:.3f}")
+        lines.append(f"reward {facts.snapshot.rewards[-1][1]:.3f}")
     if before_after := _before_after(facts.snapshot.held_out):
-        parts.append(f"held out {before_after}")
+        lines.append(f"held out {before_after}")
     if facts.outcome is None and (kind := facts.snapshot.words.get("verdict", "").partition(":")[0]):
-        parts.append(code(facts.mask(kind), 60))
+        lines.append(code(facts.mask(kind), 60))
     if facts.outcome is not None and facts.outcome.kind is not Kind.FINISH:
-        parts.append(code(facts.mask(facts.outcome.reason), 300))
-    return " · ".join(parts)
+        lines.append(code(facts.mask(facts.outcome.reason), 300))
+    return "\n\n".join(lines)
 
 
 def _before_after(values: list[tuple[int, float]]) -> str:
@@ -122,7 +122,8 @@ def _rows(facts: Facts) -> list[list[str]]:
             rows.append([label, form.format(snapshot.metrics[name])])
     if is_number(stalest := snapshot.metrics.get("sample/staleness_max")):
         rows.append(["largest staleness", f"{stalest:.0f}"])
-    rows.append(["started again", f"{len(facts.recoveries)} times" if facts.recoveries else "never"])
+    times_again = {0: "never", 1: "once"}.get(len(facts.recoveries), f"{len(facts.recoveries)} times")
+    rows.append(["started again", times_again])
     if not facts.samples_wanted:
         rows.append(["completions", f"not recorded: set {code('trainer.log_completions')}"])
     if times := [window["time"] for window in snapshot.windows if is_number(window.get("time"))]:
@@ -176,7 +177,7 @@ def _jobs_in_short(facts: Facts) -> str:
     def said(reason: str) -> str:
         return f" ({code(facts.mask(reason), 80)})" if reason else ""
 
-    return " · ".join(f"{code(job.role, 60)} {code(job.state, 60)}{said(job.reason)}" for job in facts.jobs)
+    return "\n\n".join(f"{code(job.role, 60)} {code(job.state, 60)}{said(job.reason)}" for job in facts.jobs)
 
 
 def _recoveries(facts: Facts) -> str:

@@ -23,7 +23,7 @@ from tasks.outcome import Outcome, read_outcome
 from tasks.records import FAULTS, assigned_jobs
 
 SAMPLES = 4
-TAIL_BYTES = 256 * 1024  # of a file of completions
+TAIL_BYTES = 2 * 1024 * 1024  # of a file of completions
 RECENT_WINDOWS = 20  # that the time of a step is taken from
 ENDED = "ended"
 

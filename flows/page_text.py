@@ -8,7 +8,7 @@ import re
 import unicodedata
 
 JOINERS = "\u200c\u200d"  # invisible, but parts of words and of emoji
-LINE = 110  # characters of a line in a block; a page would be scrolled sideways otherwise
+LINE = 76  # characters of a line in a block; a page would be scrolled sideways otherwise
 
 
 def visible(text: str) -> str:
@@ -46,9 +46,19 @@ def code(text: object, most: int = 500) -> str:
 def block(text: str, most: int = 2000) -> str:
     """`text` as a code block."""
     shown = cut(visible(text).strip("\n"), most) or "(empty)"
-    lines = [line[i : i + LINE] for line in shown.split("\n") for i in range(0, max(len(line), 1), LINE)]
+    lines = [part for line in shown.split("\n") for part in _folded(line)]
     fence = "`" * max(3, _longest_run(shown) + 1)
     return "\n".join([f"{fence}text", *lines, fence])
+
+
+def _folded(line: str) -> list[str]:
+    """A line in parts of at most `LINE` characters, between words where there are any; nothing is left out."""
+    parts = []
+    while len(line) > LINE:
+        at = line.rfind(" ", LINE // 2, LINE) + 1 or LINE
+        parts.append(line[:at])
+        line = line[at:]
+    return [*parts, line]
 
 
 def _longest_run(text: str) -> int:

@@ -13,6 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from cluster.clients import ClusterAway
 from cluster.decide import Decision, Observation
 from cluster.jobs import JobRecord
+from flows.masking import mask_of, masking_failures
 from flows.profile_blocks import with_profile_file
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
@@ -108,16 +109,18 @@ def _job_id(start: Callable[[], JobRecord | None]) -> str | None:
 
 @step("supervise")
 def supervise(run_dir: str, yields_to: tuple[type[BaseException], ...] = ()) -> Outcome:
-    log = get_run_logger()
+    run = RunFolder(run_dir)
+    log, mask = get_run_logger(), mask_of(run)
     said = ""
 
     def tell(_seen: Observation, decision: Decision) -> None:
         nonlocal said
         if decision.reason != said:
             said = decision.reason
-            log.info(said)
+            log.info(mask(said))
 
-    return supervising.supervise(RunFolder(run_dir), tell, yields_to=yields_to)
+    with masking_failures(run):
+        return supervising.supervise(run, tell, yields_to=yields_to)
 
 
 @step("finish")

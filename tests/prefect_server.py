@@ -32,8 +32,9 @@ def environment(**more: str) -> dict[str, str]:
 class PrefectServer:
     """A `prefect server start` that asks for a password, on a port that it keeps."""
 
-    def __init__(self, home: Path, **settings: str) -> None:
+    def __init__(self, home: Path, ui: bool = False, **settings: str) -> None:
         self.home = home
+        self._ui = ui
         self._settings = settings
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -42,12 +43,14 @@ class PrefectServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> "PrefectServer":
-        argv = [sys.executable, "-m", "prefect", "server", "start", "--no-ui"]
+        argv = [sys.executable, "-m", "prefect", "server", "start", *([] if self._ui else ["--no-ui"])]
         argv += ["--host", "127.0.0.1", "--port", str(self._port)]
         settings = {
             "PREFECT_HOME": str(self.home),
             "PREFECT_SERVER_API_AUTH_STRING": PASSWORD,
             "PREFECT_API_AUTH_STRING": PASSWORD,
+            "PREFECT_UI_API_URL": self.url,  # else the UI asks the default port
+            "PREFECT_UI_URL": self.url.removesuffix("/api"),
             **self._settings,
         }
         self._process = spawn(argv, self.home / "server.log", environment(**settings))

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flows.masking import MASK, Mask, mask_of
-from flows.page_text import block, code, cut, table, visible
+from flows.page_text import LINE, block, code, cut, table, visible
 from slipstream.run_folder import RunFolder, write_json
 
 EVIL = "</code></pre><img src=x onerror=alert(1)> ![i](http://evil/i.png) [l](http://evil) <script>x</script>"
@@ -40,9 +40,14 @@ def test_a_span_is_one_line_between_fences_that_are_not_in_it(text: str) -> None
 
 def test_markup_stays_words() -> None:
     assert code(EVIL) == f"`{EVIL}`"
-    assert block(EVIL).split("\n")[1:-1] == [EVIL[:110], EVIL[110:]] if len(EVIL) > 110 else [EVIL]
+    assert block(EVIL).removeprefix("```text\n").removesuffix("\n```").replace("\n", "") == EVIL
     assert code("a``b`") == "``` a``b` ```"
     assert block("x\n````\ny").startswith("`````text\n")
+
+
+def test_long_lines_are_folded_between_words() -> None:
+    assert block("word " * 20).split("\n")[1:-1] == ["word " * 15, "word " * 5]
+    assert block("x" * (LINE + 1)).split("\n")[1:-1] == ["x" * LINE, "x"]
 
 
 def test_what_cannot_be_seen_is_written_out() -> None:
