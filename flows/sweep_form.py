@@ -32,24 +32,24 @@ class SweepForm(BaseModel):
         description="The configuration that all cells share: a preset's name, or the path of a TOML file.",
     )
     max_staleness: list[int] = Field(
-        default_factory=lambda: [0, 2, 8],
+        [0, 2, 8],
         title="Staleness bounds",
         description="Values of trainer.max_staleness, in weight updates; none: it is no axis.",
     )
     token_budget: list[int] = Field(
-        default_factory=list,
+        [],
         title="Token budgets",
         description="Values of trainer.token_budget, in tokens of a row; none: it is no axis.",
     )
     more_axes: list[str] = Field(
-        default_factory=list,
+        [],
         title="More axes",
         examples=[["trainer.learning_rate = 1e-5, 2e-5"]],
         description="One configuration key a line with its values, like trainer.learning_rate = 1e-5, 2e-5. "
         "For random cells also a range, like trainer.learning_rate = 1e-6 .. 1e-4 log.",
     )
     settings: list[str] = Field(
-        default_factory=list,
+        [],
         title="Settings",
         examples=[["trainer.max_steps = 200"]],
         description="What else differs from the base, in all cells: one key a line, like trainer.max_steps = 200.",
@@ -62,7 +62,7 @@ class SweepForm(BaseModel):
     samples: int = Field(0, title="Samples", ge=0, le=10_000, description="Number of random cells; 0 for the others.")
     seed: int = Field(0, title="Seed", ge=0, description="Seed of random cells.")
     cells: list[str] = Field(
-        default_factory=list,
+        [],
         title="Cells",
         examples=[["trainer.max_staleness = 0, trainer.token_budget = 1024"]],
         description="Of the list method: one cell a line, like trainer.max_staleness = 0, trainer.token_budget = 1024.",

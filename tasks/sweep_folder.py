@@ -12,6 +12,7 @@ logs/<cell>.log what the command that leads a cell prints
 report.html, *.png, best.toml
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,12 @@ from typing import Any
 import tomlkit
 
 from slipstream.config_file import dump_config, load_config
+from slipstream.instance import remember_root
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, RunFolderError, read_json, read_object, write_atomic, write_json
 from slipstream.sweep.expand import CellSpec
 from slipstream.sweep.spec import SweepConfig, load_sweep
-from tasks.origin import origin_here, write_origin
+from tasks.origin import origin_here, read_origin, write_origin
 
 SWEEP_FILE = "sweep.toml"
 TAG = "slipstream.sweep"  # of flow runs: slipstream.sweep:<sweep id>
@@ -137,6 +139,8 @@ class SweepFolder:
         for name in ("cells", "logs"):
             (folder.path / name).mkdir(mode=0o700, exist_ok=True)
         write_origin(folder.as_run, origin_here(flow_run, deployment))
+        with contextlib.suppress(OSError):  # a home that takes no writes keeps no sweep from starting
+            remember_root(folder.path.parent)
         write_atomic(folder.path / "base.toml", dump_config(base))
         for cell in cells:
             placed = configs[cell.id].model_copy(deep=True)
@@ -192,6 +196,11 @@ class SweepFolder:
 
     def write_notes(self, notes: Mapping[str, Note]) -> None:
         write_json(self.path / "state.json", {cell: asdict(note) for cell, note in notes.items()})
+
+    @property
+    def flow_run(self) -> str:
+        """Id of the flow run that drives it; '' where it is driven from the command line. Raises DamagedFile."""
+        return read_origin(self.as_run).flow_run
 
     def is_over(self) -> bool:
         """Whether every cell has ended. Raises DamagedFile."""

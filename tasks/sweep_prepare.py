@@ -119,10 +119,10 @@ def remarks(resolved: Resolved) -> list[Problem]:
 
 
 def unfinished(resolved: Resolved, finished_too: bool = False) -> SweepFolder | None:
-    """The newest sweep of the same name and cells that has not ended with all of them; with `finished_too` any."""
+    """The newest sweep of the command line with these cells that is not over; with `finished_too` any of them."""
     for folder in reversed(sweeps_in(resolved.root)):
         own = folder.sweep_id.startswith(f"{resolved.sweep.name}-") and folder.digest() == resolved.digest
-        if own and (finished_too or not folder.is_over()):
+        if own and not folder.flow_run and (finished_too or not folder.is_over()):
             return folder
     return None
 

@@ -51,6 +51,11 @@ def sweep(
             message = "a sweep that exists goes on where it was begun: leave --prefect out, or retry its flow run there"
             raise ConfigError([Problem("", None, message)], str(file))
         folder = SweepFolder.open(file)
+        if folder.flow_run:
+            message = (
+                f"flow run {folder.flow_run} drives it, and cells are flow runs: retry that in Prefect's interface"
+            )
+            raise ConfigError([Problem("", None, message)], str(file))
         if at_once is not None:
             folder.write_spec(folder.spec().model_copy(update={"cells_at_once": at_once}))
         return run_here(folder, retry_failed)

@@ -22,7 +22,7 @@ from tasks.sweep import Look, SweepStopped, drive
 from tasks.sweep_cells import LocalCells
 from tasks.sweep_folder import SweepFolder
 from tasks.sweep_stop import stop_sweep
-from tests.doubles.events import PLAN, SETTINGS
+from tests.doubles.events import PLAN
 from tests.doubles.sweep import COMMAND, POLL_S, go_on, hold, is_held, make_sweep, remove_processes, write_base
 from tests.waiting import wait_until
 
@@ -58,10 +58,6 @@ def at_once(sweep: SweepFolder) -> int:
     """Most cells that a driver saw active at the same time."""
     lines = (sweep.path / "driver.log").read_text().splitlines()
     return max(int(line.split()[-1]) for line in lines if line.startswith("c0"))
-
-
-def slow(folder: Path, step_s: float) -> None:
-    write_json(folder / "runs" / SETTINGS, {"step_s": step_s})
 
 
 def steps_of(sweep: SweepFolder, cell: str) -> int:
@@ -223,8 +219,12 @@ def test_a_cell_whose_leader_was_killed_is_led_again(folder: Path) -> None:
 def test_a_hopeless_cell_is_stopped_early_and_not_continued(folder: Path) -> None:
     rates = {"trainer.learning_rate": [1e-6, 1e-7]}  # which the doubles' reward is in proportion to
     sweep = make_sweep(folder, rates, halving={"first_rung": 2, "factor": 2}, metric="reward")
-    slow(folder, 0.3)
-    look = drive(sweep, cells(sweep), poll_s=POLL_S)
+
+    def hold_the_second(look: Look, _plan: Any) -> None:
+        if states(look)["c00"] == "finished" and not sweep.run("c01").path.exists():
+            hold(folder / "runs", 3)
+
+    look = drive(sweep, cells(sweep), tell=hold_the_second, poll_s=POLL_S)
     assert states(look) == {"c00": "finished", "c01": "stopped early"}
     assert look.results[1].reason.startswith("place 2 of 2 at step 2 (0.019); the best 1 go on")
     assert 2 <= steps_of(sweep, "c01") < steps_of(sweep, "c00")
