@@ -17,6 +17,8 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Completed, Failed
 from pydantic import Field
 
+from flows.predecessor import skipped
+from flows.refused import show_refusal
 from flows.sweep_cells import PrefectCells
 from flows.sweep_form import SweepForm, form_of, spec_of
 from flows.sweep_page import SweepPage
@@ -28,7 +30,7 @@ from slipstream.sweep.spec import load_sweep
 from tasks.outcome import NothingToResume
 from tasks.sweep import Look, SweepStopped, drive
 from tasks.sweep_folder import SweepFolder
-from tasks.sweep_prepare import check_all, create, presets_in, resolve
+from tasks.sweep_prepare import Resolved, check_all, create, presets_in, resolve
 
 POLL_S = 5.0
 ASK_S = 15.0  # between two looks at whether a person has cancelled the flow run
@@ -74,7 +76,7 @@ class Start:
 
     def sweep_id(self, name: str) -> str:
         """A function of the flow run: each of its starts finds the same folder."""
-        return f"{name}-{self.flow_run.replace('-', '')[:12]}" if self.deployment else new_run_id(name)
+        return f"{name}-{self.flow_run.replace('-', '')[-12:]}" if self.deployment else new_run_id(name)
 
 
 def _flow_run_name() -> str:
@@ -94,9 +96,14 @@ def sweep(settings: Annotated[SweepForm, SETTINGS]) -> Any:
     """
     start = Start(str(flow_run.id), str(deployment.id or ""))
     try:
-        folder, by_person = _begin(settings, start)
+        resolved = resolve(spec_of(settings), Path.cwd(), presets_in(EXAMPLES))
+        folder = SweepFolder(resolved.root / start.sweep_id(settings.name))
+        if not folder.sweep_file.is_file() and (state := skipped(resolved.root, folder.sweep_id)) is not None:
+            return state
+        by_person = _begin(folder, resolved, start)
     except (ConfigError, RunFolderError) as error:
-        _show(error)
+        get_run_logger().error("refused: %s", error)
+        show_refusal(error)
         return Failed(message=str(error))
     get_run_logger().info("sweep folder %s", folder.path)
     page = SweepPage(folder, start.flow_run)
@@ -116,28 +123,17 @@ def sweep(settings: Annotated[SweepForm, SETTINGS]) -> Any:
     return Failed(message=text) if outcome.get("kind") == "fail" else Completed(message=text)
 
 
-def _begin(settings: SweepForm, start: Start) -> tuple[SweepFolder, bool]:
-    """The sweep's folder, made where it is not there, and whether a person started it (again).
+def _begin(folder: SweepFolder, resolved: Resolved, start: Start) -> bool:
+    """Make the sweep's folder where it is not there; whether a person started the sweep (again).
 
     Raises ConfigError, RunFolderError.
     """
-    resolved = resolve(spec_of(settings), Path.cwd(), presets_in(EXAMPLES))
-    folder = SweepFolder(resolved.root / start.sweep_id(settings.name))
     if folder.sweep_file.is_file():
-        return folder, bool(folder.outcome())
+        return bool(folder.outcome())
     for warning in check_all(resolved):
         get_run_logger().warning("%s", warning)
-    return create(resolved, folder.sweep_id, start.flow_run, start.deployment), True
-
-
-def _show(error: Exception) -> None:
-    """On the page, one problem a line, where there is the module for it."""
-    get_run_logger().error("refused: %s", error)
-    try:
-        from flows.refused import show_refusal
-    except ImportError:
-        return
-    show_refusal(error)
+    create(resolved, folder.sweep_id, start.flow_run, start.deployment)
+    return True
 
 
 class _Watch:

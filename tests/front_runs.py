@@ -113,7 +113,7 @@ class Front:
         parameters = {"config": config, "run_id": run_id}
         body = {"parameters": parameters, "state": {"type": "SCHEDULED"}, "enforce_parameter_schema": False, **more}
         flow_run = self.call("POST", f"deployments/{self.deployment}/create_flow_run", body)
-        run = RunFolder(self.root / (run_id or f"{name}-{flow_run['id'].replace('-', '')[:12]}"))
+        run = RunFolder(self.root / (run_id or f"{name}-{flow_run['id'].replace('-', '')[-12:]}"))
         self.made.append(run)
         return flow_run["id"], run
 

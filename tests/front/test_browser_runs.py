@@ -46,7 +46,7 @@ def test_a_run_is_started_by_its_form_watched_and_read(front: Front, tmp_path: P
         run_page.wait_state("Running", "Completed")
         run_page.wait_state("Completed")
         run = front.run_of(run_page.flow_run_id)
-        assert run.path.name == f"by-hand-{run_page.flow_run_id.replace('-', '')[:12]}"
+        assert run.path.name == f"by-hand-{run_page.flow_run_id.replace('-', '')[-12:]}"
         config = tomllib.loads(run.run_file.read_text())
         assert config["trainer"]["max_staleness"] == 3
         assert config["server"]["kv_cache_memory"] == "128M"

@@ -28,7 +28,7 @@ def form(front: Front, **more: Any) -> dict[str, Any]:
 def begin(front: Front, **more: Any) -> tuple[str, SweepFolder]:
     """Submit the form; the flow run and its sweep folder once it is there."""
     flow_run = front.submit(DEPLOYMENT, settings=form(front, **more))
-    folder = SweepFolder(front.root / f"{more.get('name', 's')}-{flow_run.replace('-', '')[:12]}")
+    folder = SweepFolder(front.root / f"{more.get('name', 's')}-{flow_run.replace('-', '')[-12:]}")
 
     def there() -> bool:
         state = front.flow_run(flow_run)["state"]

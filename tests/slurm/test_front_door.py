@@ -76,7 +76,7 @@ def test_a_run_is_started_and_cancelled_from_a_browser(bed: Bed, login: BedPrefe
     ):
         run_page = ui.deployment(f"{INSTANCE}.{config_file.stem}").quick_run()
         run_page.wait_state("Running", seconds=PATIENCE_S)
-        run = RunFolder(folder / "runs" / f"{name}-{run_page.flow_run_id.replace('-', '')[:12]}")
+        run = RunFolder(folder / "runs" / f"{name}-{run_page.flow_run_id.replace('-', '')[-12:]}")
         wait_until((run.path / "events-test" / "reached-held.json").exists, f"it trains: {login.folder}", PATIENCE_S)
         listed = dict(line.split() for line in bed.command("squeue", "-h", "-u", USER, "-o", "%i %T").splitlines())
         assert list(listed.values()) == ["RUNNING", "RUNNING"]

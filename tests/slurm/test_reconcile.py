@@ -64,7 +64,7 @@ def test_worker_and_flow_are_killed_and_the_run_completes_by_itself(bed: Bed, pr
     parameters = {"config": load_config(config_file).model_dump(mode="json")}
     asked = {"parameters": parameters, "state": {"type": "SCHEDULED"}, "enforce_parameter_schema": False}
     flow_run = prefect.call("POST", f"deployments/{deployment}/create_flow_run", asked)["id"]
-    run = RunFolder(folder / "runs" / f"{load_config(config_file).name}-{flow_run.replace('-', '')[:12]}")
+    run = RunFolder(folder / "runs" / f"{load_config(config_file).name}-{flow_run.replace('-', '')[-12:]}")
 
     def step() -> int:
         return int((read_json(run.heartbeat_file("learner")) or {}).get("step") or 0)
