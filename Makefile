@@ -35,7 +35,7 @@ test: setup  ## everything that runs here: unit tests, exactness of model and lo
 	$(PY) -m tests.slowest $(REPORTS); exit $$code
 
 test-integration: setup  ## real servers, learners and flows on this machine
-	HF_HUB_OFFLINE=1 nice -n 5 $(PY) -m pytest -v -n 2 --dist loadfile --junitxml=$(REPORTS)/integration.xml tests/integration tests/front 2>&1 | (trap "" INT TERM; exec sed -u "s/^/integration: /")
+	HF_HUB_OFFLINE=1 nice -n 5 $(PY) -m pytest -v -n 2 --dist loadfile --junitxml=$(REPORTS)/integration.xml tests/integration 2>&1 | (trap "" INT TERM; exec sed -u "s/^/integration: /")
 
 test-front: setup  ## the Prefect front door: real server, workers, runs and Chromium; without a browser those tests are skipped
 	@$(PY) -m tests.browser.install --if-possible

@@ -8,6 +8,7 @@ from typing import Any
 
 from flows.names import TAG, care_pool, deployment_name, instance_tag, runs_pool
 from flows.presets import CUSTOM
+from flows.sweep_form import SweepForm
 from slipstream.run_config import RunConfig
 
 SCHEDULED = "@"  # in a deployment's name: it belongs to `slipstream schedule`
@@ -137,7 +138,8 @@ def wanted(
     text = "A training without a preset: choose at least the model, the training data and the reward."
     found.append(deployment("train", CUSTOM, runs_pool(instance), text, {"config": empty_form()}))
     if "sweep" in flows:
-        found.append(deployment("sweep", "sweep", care_pool(instance), "", {}))
+        settings = SweepForm().model_dump(mode="json")
+        found.append(deployment("sweep", "sweep", care_pool(instance), "", {"settings": settings}))
     if "reconcile" in flows:
         found.append(deployment("reconcile", "reconcile", care_pool(instance), "", {}, limit=1, cron=EVERY_MINUTE))
     blocks = [

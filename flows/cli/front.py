@@ -145,6 +145,12 @@ def down() -> int:
 @click.option(
     "--allow-unauthenticated", is_flag=True, help="Use a server that asks nobody for a password all the same."
 )
+@click.option(
+    "--notify",
+    multiple=True,
+    metavar="TYPE/NAME",
+    help="Notify with this block when a run fails or recovers often, and when a sweep has finished.",
+)
 @fail_plainly
 def deploy(
     presets: tuple[Path, ...],
@@ -154,6 +160,7 @@ def deploy(
     prune: bool,
     yes: bool,
     allow_unauthenticated: bool,
+    notify: tuple[str, ...],
 ) -> int:
     """Register our deployments, pools, limits and blocks on a Prefect server.
 
@@ -197,6 +204,20 @@ def deploy(
                 lines = ["not wanted any more (--prune --yes removes them):", *lines]
         click.echo("\n".join(lines) or "nothing to remove")
         return 0
+    if notify:
+        from prefect.client.orchestration import get_client
+
+        from flows.notifications import apply_notifications, find_block
+
+        with get_client(sync_client=True) as client:
+            for block in notify:
+                find_block(client, block)  # refused before anything is changed
     for done in asyncio.run(apply.apply(want, at_once)):
         click.echo(f"  {done.kind:<11} {done.name:<44} {done.what}")
+    if notify:
+        with get_client(sync_client=True) as client:
+            applied = apply_notifications(client, want.instance, notify)
+        for what, names in (("made", applied.created), ("updated", applied.updated), ("unchanged", applied.kept)):
+            for name in names:
+                click.echo(f"  {'automation':<11} {name:<44} {what}")
     return 0
