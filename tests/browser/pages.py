@@ -72,6 +72,7 @@ class DeploymentPage:
         question = self.page.get_by_role("dialog")
         expect(question.or_(self._view_run()).first).to_be_visible()
         if question.is_visible():
+            expect(question.locator("fieldset").first).to_be_visible()  # pressed earlier, it does nothing
             question.get_by_role("button", name="Run", exact=True).click()
         return self.started()
 
