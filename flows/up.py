@@ -92,8 +92,17 @@ SERVER_DEFAULTS = {
 
 
 def server_environment() -> dict[str, str]:
-    """For the server. The page asks the address that it came from, so that a tunnel may have any port."""
-    return SERVER_DEFAULTS | base_environment() | {"PREFECT_UI_API_URL": "/api", "PREFECT__SERVER_FINAL": "1"}
+    """For the server.
+
+    The page asks the address that it came from, so that a tunnel may have any port. Its files are copied into our own folder:
+    Prefect would put them beside its code, and only the user that was first could read them there.
+    """
+    ours = {
+        "PREFECT_UI_API_URL": "/api",
+        "PREFECT_UI_STATIC_DIRECTORY": str(up_state.prefect_home() / "ui"),
+        "PREFECT__SERVER_FINAL": "1",
+    }
+    return SERVER_DEFAULTS | base_environment() | ours
 
 
 def client_environment(url: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Prefect's UI as a person uses it: pages, found by their roles, labels and texts (the second UI of Prefect 3.9)."""
 
+import contextlib
 import json
 import re
 from typing import Any
@@ -8,6 +9,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.form import RunForm
 
+RELOADS = 20
 ENDS = ("Completed", "Failed", "Crashed", "Cancelled")
 
 
@@ -70,6 +72,7 @@ class DeploymentPage:
         question = self.page.get_by_role("dialog")
         expect(question.or_(self._view_run()).first).to_be_visible()
         if question.is_visible():
+            expect(question.locator("fieldset").first).to_be_visible()  # pressed earlier, it does nothing
             question.get_by_role("button", name="Run", exact=True).click()
         return self.started()
 
@@ -174,8 +177,13 @@ class FlowRunPage:
         return links.all_inner_texts()
 
     def artifacts(self, at_least: int = 1) -> dict[str, str]:
-        """Type of each artifact by its key, once there are so many."""
-        cards = self.tab("Artifacts").get_by_role("link")
+        """Type of each artifact by its key, once there are so many. This tab does not refresh itself."""
+        for _ in range(RELOADS):
+            cards = self.tab("Artifacts").get_by_role("link")
+            with contextlib.suppress(AssertionError):
+                expect(cards.nth(at_least - 1)).to_be_visible(timeout=5000)
+                break
+            self.page.reload()
         expect(cards.nth(at_least - 1)).to_be_visible()
         texts = [card.inner_text().split() for card in cards.all()]
         return {words[1]: words[0].lower() for words in texts}
