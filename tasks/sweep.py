@@ -128,7 +128,8 @@ class _Driver:
 
     def _begin(self, retry_failed: bool) -> None:
         """Earlier requests and ends are history."""
-        forgive(self.sweep.as_run, 0)
+        with contextlib.suppress(OSError):
+            forgive(self.sweep.as_run, 0)
         for path in (self.sweep.cancel_file, self.sweep.outcome_file):
             path.unlink(missing_ok=True)
         look = self._look()

@@ -50,6 +50,7 @@ class Front:
             SLIPSTREAM_INSTANCE=INSTANCE,
             STANDIN_LEADERS="standins",
             STANDIN="learner:wait",
+            STANDIN_DIES_IN_PREPARE=str(self.folder / "dies-in-prepare"),
         )
 
     def start(self) -> "Front":
@@ -117,6 +118,10 @@ class Front:
         self.made.append(run)
         return flow_run["id"], run
 
+    def die_in_prepare(self, name: str) -> None:
+        """The next flow that prepares a run of this name is killed before there is a folder."""
+        (self.folder / "dies-in-prepare").write_text(name)
+
     def training(self, run: RunFolder, attempt: int = 1) -> RunFolder:
         """Once its learner waits for `go`, before its third step."""
 
@@ -158,6 +163,15 @@ class Front:
     def states(self, flow_run: str) -> list[str]:
         history = self.call("GET", f"flow_run_states/?flow_run_id={flow_run}")
         return [str(state["name"]) for state in sorted(history, key=lambda state: state["timestamp"])]
+
+    def artifacts(self, flow_run: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.call("POST", "artifacts/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})
+        return found
+
+    def events(self, run: RunFolder) -> set[str]:
+        """Names of what was told of a run."""
+        wanted = {"filter": {"resource": {"id": [f"slipstream.run.{run.run_id}"]}}}
+        return {event["event"] for event in self.call("POST", "events/filter", wanted)["events"]}
 
     def force(self, flow_run: str, state: str, name: str, **details: Any) -> None:
         value = {"type": state, "name": name, "state_details": details}
