@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.waiting import wait_until
 
 INSTANCE = "reconciled"
 PATIENCE_S = 240.0
+BUSY = 503  # SQLite is locked: Prefect's own clients ask again too
 CLI = [sys.executable, "-c", "from flows.cli.main import main; main()"]
 
 
@@ -95,7 +97,12 @@ class Front:
     def call(self, method: str, route: str, body: Any = None) -> Any:
         user, _, secret = PASSWORD.partition(":")
         url = f"{self.server.url}/{route}"
-        answer = httpx.request(method, url, json=body, auth=(user, secret), trust_env=False, timeout=60)
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            answer = httpx.request(method, url, json=body, auth=(user, secret), trust_env=False, timeout=60)
+            if answer.status_code != BUSY or time.monotonic() > end:
+                break
+            time.sleep(0.5)
         answer.raise_for_status()
         return answer.json() if answer.content else None
 
