@@ -37,6 +37,7 @@ from tasks.origin import Origin, begun_by, origin_here, read_origin, write_origi
 from tasks.outcome import NothingToResume, RunCancelled, RunFailed, outcome_of, read_outcome
 from tasks.records import log_event, read_faults
 from tasks.stored import all_jobs
+from tasks.sweep_parent import sweep_cancelled
 
 ASK_S = 5.0  # of the few seconds that Prefect gives a flow run to end
 LOOK_S = 1.0
@@ -69,12 +70,12 @@ def here() -> Start | None:
     return Start(str(flow_run.id), str(deployment.id), sweeps[0] if sweeps else "")
 
 
-def asked_prefect(start: Start) -> FlowRun | None:
+def asked_prefect(flow_run_id: str) -> FlowRun | None:
     """The flow run as Prefect has it now; None where Prefect does not answer."""
     settings = get_current_settings().api
     auth, key = (value.get_secret_value() if value else "" for value in (settings.auth_string, settings.key))
     with contextlib.suppress(PrefectAway), contextlib.closing(PrefectRest(str(settings.url), auth, key, ASK_S)) as rest:
-        return rest.flow_runs([start.flow_run]).get(start.flow_run)
+        return rest.flow_runs([flow_run_id]).get(flow_run_id)
     return None
 
 
@@ -116,6 +117,7 @@ def _lead(config: RunConfig, run: RunFolder, start: Start) -> str:
 def _attempt(run: RunFolder, start: Start, begun: bool) -> str:
     run_dir = str(run.path)
     try:
+        _check_sweep(run, start)
         if begun:
             steps.start_server(run_dir)
             steps.start_learner(run_dir)
@@ -134,14 +136,19 @@ def _attempt(run: RunFolder, start: Start, begun: bool) -> str:
 def _begin(config: RunConfig, run: RunFolder, start: Start) -> bool | None:
     """Whether the run's jobs are to be started; None where it has finished, and nothing is left to do.
 
-    Raises RunFailed and RunCancelled of a run that has ended so, NothingToResume where another process leads.
+    Raises RunFailed and RunCancelled of a run that has ended so, RunCancelled of a cell whose sweep was cancelled,
+    NothingToResume where another process leads.
     """
+    by_sweep = not run.run_file.exists() or (read_outcome(run) is not None and not begun_by(run, start.flow_run))
+    if by_sweep and (why := sweep_cancelled(run, start.sweep)):
+        retry = "retry the sweep's flow run to go on with all that is left of it"
+        raise RunCancelled(str(run.path), f"sweep {start.sweep} was cancelled before this cell began ({why}): {retry}")
     if not run.run_file.exists():
         steps.prepare(config, run.run_id, start.origin())
         return True
     _check_ours(run, start)
     if (ended := read_outcome(run)) is not None:
-        known = asked_prefect(start)
+        known = asked_prefect(start.flow_run)
         count = known.run_count if known is not None else None
         if ended.kind is Kind.FINISH or asked_for(run, start.flow_run, count):
             ended.told(str(run.path))
@@ -154,6 +161,13 @@ def _begin(config: RunConfig, run: RunFolder, start: Start) -> bool | None:
     fresh = not (all_jobs(run) or run.assignment() or read_faults(run))
     log_event(run, newest_attempt(run), f"flow run {start.flow_run} leads the run")
     return fresh
+
+
+def _check_sweep(run: RunFolder, start: Start) -> None:
+    """End the run, which this process leads, where its sweep was cancelled meanwhile. Raises RunCancelled."""
+    if leasing.held_lease(run) is not None and (why := sweep_cancelled(run, start.sweep)):
+        stopping.request_cancel(run, f"sweep {start.sweep}", why)
+        raise RunCancelled(str(run.path), f"sweep {start.sweep}: {why}")
 
 
 def _check_ours(run: RunFolder, start: Start) -> None:
@@ -187,5 +201,5 @@ def _end(run: RunFolder, start: Start, error: BaseException) -> None:
 
 
 def _is_cancelled(run: RunFolder, start: Start) -> bool:
-    known = None if run.cancel_file.exists() else asked_prefect(start)
+    known = None if run.cancel_file.exists() else asked_prefect(start.flow_run)
     return run.cancel_file.exists() or (known is not None and known.state in CANCELS)

@@ -138,6 +138,7 @@ def as_json(event: Due, resource: str, name: str, flow_run: FlowRun, tags: Itera
     }
 
 
-def sweep_finished(sweep_id: str, payload: Mapping[str, Any], now: float) -> Due:
-    """The event at the end of a sweep; its resource is `sweep_resource(sweep_id)`."""
-    return Due("", SWEEP_FINISHED, now, payload, uuid.uuid5(NAMESPACE, f"{sweep_id}\n{SWEEP_FINISHED}"))
+def sweep_finished(sweep_id: str, payload: Mapping[str, Any], when: float) -> Due:
+    """The event of a sweep's end at `when` (seconds since the epoch); its resource is `sweep_resource(sweep_id)`."""
+    own = uuid.uuid5(NAMESPACE, f"{sweep_id}\n{SWEEP_FINISHED}\n{when:.3f}")
+    return Due("", SWEEP_FINISHED, when, payload, own)

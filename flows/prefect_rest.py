@@ -2,7 +2,7 @@
 
 import base64
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -15,7 +15,9 @@ CANCELS = ("CANCELLING", "CANCELLED")
 
 
 class PrefectAway(Exception):
-    """The Prefect server does not answer, or refuses; nothing is known."""
+    """The Prefect server does not answer, or refuses; nothing is known. `status`: of its answer; 0 where there is none."""
+
+    status = 0
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class FlowRun:
         run_count: how often it has been started.
         scheduled: made by a schedule.
         cancelled: when a person cancelled it, if nobody has started it again since, whatever state was forced on it; else 0.
+        called: its own name. tags: its own.
     """
 
     id: str
@@ -38,6 +41,8 @@ class FlowRun:
     run_count: int = 0
     scheduled: bool = False
     cancelled: float = 0.0
+    called: str = ""
+    tags: tuple[str, ...] = ()
 
 
 class PrefectRest:
@@ -68,14 +73,17 @@ class PrefectRest:
     def close(self) -> None:
         self._client.close()
 
-    def _call(self, method: str, route: str, body: Any = None) -> Any:
+    def call(self, method: str, route: str, body: Any = None) -> Any:
+        """What the server answers to one call, once."""
         try:
             answer = self._client.request(method, f"{self.url}/{route}", json=body)
             answer.raise_for_status()
             return answer.json() if answer.content else None
         except httpx.HTTPStatusError as error:
             said = f"{error.response.status_code} {error.response.reason_phrase}"
-            raise PrefectAway(f"the Prefect server at {self.url} answers {said} to {method} {route}") from None
+            away = PrefectAway(f"the Prefect server at {self.url} answers {said} to {method} {route}")
+            away.status = error.response.status_code
+            raise away from None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             why = str(error) or type(error).__name__
             raise PrefectAway(f"the Prefect server at {self.url} does not answer ({why})") from None
@@ -85,20 +93,40 @@ class PrefectRest:
         wanted, found = sorted(set(ids)), {}
         for start in range(0, len(wanted), PAGE):
             some = wanted[start : start + PAGE]
-            for value in self._call("POST", "flow_runs/filter", {"flow_runs": {"id": {"any_": some}}, "limit": PAGE}):
+            for value in self.call("POST", "flow_runs/filter", {"flow_runs": {"id": {"any_": some}}, "limit": PAGE}):
                 found[str(value["id"])] = self._flow_run(value)
         return found
 
-    def starting(self, tag: str, flow: str) -> list[FlowRun]:
-        """Flow runs of the flow, with the tag, that were started and have not ended well: they may lack their run."""
+    def starting(self, tag: str, flows: Sequence[str]) -> list[FlowRun]:
+        """Flow runs of the flows, with the tag, that were started and have not ended well: they may lack their folder."""
         states = {"type": {"any_": ["RUNNING", "PENDING", "CRASHED"]}}
         body = {
             "flow_runs": {"tags": {"all_": [tag]}, "state": states},
-            "flows": {"name": {"any_": [flow]}},
+            "flows": {"name": {"any_": list(flows)}},
             "sort": "START_TIME_DESC",
             "limit": PAGE,
         }
-        return [self._flow_run(value) for value in self._call("POST", "flow_runs/filter", body)]
+        return [self._flow_run(value) for value in self.call("POST", "flow_runs/filter", body)]
+
+    def remove_ended(self, deployment: str, name: str, keep: int, most: int) -> int:
+        """Delete flow runs of a deployment that have ended well in a state of that name, at most `most`, the newest first.
+
+        Args:
+            keep: so many of the newest stay.
+        """
+        body = {
+            "flow_runs": {
+                "deployment_id": {"any_": [deployment]},
+                "state": {"type": {"any_": ["COMPLETED"]}, "name": {"any_": [name]}},
+            },
+            "sort": "START_TIME_DESC",
+            "offset": keep,
+            "limit": most,
+        }
+        found = self.call("POST", "flow_runs/filter", body)
+        for value in found:
+            self.call("DELETE", f"flow_runs/{value['id']}")
+        return len(found)
 
     def _flow_run(self, value: dict[str, Any]) -> FlowRun:
         state = value.get("state") or {}
@@ -112,6 +140,8 @@ class PrefectRest:
             int(value.get("run_count") or 0),
             bool(value.get("auto_scheduled")),
             self._cancelled_at(own) if kind in (*CANCELS, "CRASHED", "FAILED") else 0.0,
+            str(value.get("name") or ""),
+            tuple(map(str, value.get("tags") or ())),
         )
 
     def _cancelled_at(self, flow_run: str) -> float:
@@ -125,7 +155,7 @@ class PrefectRest:
 
     def _states(self, flow_run: str) -> list[tuple[float, str]]:
         """(seconds since the epoch, type) of all its states, oldest first."""
-        history = self._call("GET", f"flow_run_states/?flow_run_id={flow_run}")
+        history = self.call("GET", f"flow_run_states/?flow_run_id={flow_run}")
         return sorted((_epoch(state["timestamp"]), str(state["type"])) for state in history)
 
     def set_state(self, flow_run: FlowRun, state: str, name: str, message: str) -> bool:
@@ -136,11 +166,11 @@ class PrefectRest:
         now = self.flow_runs([flow_run.id]).get(flow_run.id)
         if now is None or (now.state in CANCELS and state != "CANCELLED"):
             return False
-        self._call("POST", f"flow_runs/{flow_run.id}/set_state", {"state": value, "force": True})
+        self.call("POST", f"flow_runs/{flow_run.id}/set_state", {"state": value, "force": True})
         before = [kind for _, kind in self._states(flow_run.id)[-2:-1]]
         if state != "CANCELLED" and before and before[0] in CANCELS:  # between the look and the call
             undone = {"type": before[0], "name": before[0].capitalize(), "message": "cancelled by a person"}
-            self._call("POST", f"flow_runs/{flow_run.id}/set_state", {"state": undone, "force": True})
+            self.call("POST", f"flow_runs/{flow_run.id}/set_state", {"state": undone, "force": True})
             return False
         return True
 

@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.plain import HOME
+from flows.masking import mask_of
 from flows.names import instance_tag
 from flows.prefect_api import configured_api
 from flows.prefect_rest import FlowRun, PrefectAway, PrefectRest
 from slipstream.instance import home, instance_id, known_roots
 from slipstream.run_folder import DamagedFile, RunFolder, read_object
 from tasks.reconcile import Look, Memory, do, is_ours, look, note_lead, runs_in
-from tasks.reconcile_policy import Act, FlowState, Plan, reconcile, without_folder
+from tasks.reconcile_policy import TRUTH, Act, FlowState, Plan, reconcile, without_folder
 from tasks.stored import started_in
+from tasks.sweep_folder import TAG as SWEEP_TAG
+from tasks.sweep_folder import is_sweep
 
 MAX_ACTS = 4  # one after the other, for one run in one pass
 MAX_STARTS = 3  # of a flow run that never comes to a run folder
@@ -135,11 +138,14 @@ class Pass:
         self._ask(open_runs)
         if self._away:
             rows.append(Row(PREFECT, Act.NOTHING, self._away))
+        asked: list[RunFolder] = []
         for run in open_runs:
-            try:
-                rows += self._one(run)
-            except Exception as error:  # the other runs are not to wait for this one
-                rows.append(_problem(run, error))
+            found = self._one(run)
+            rows += found
+            if any(row.act is Act.ASK_CELLS for row in found):
+                asked.append(run)
+        for run in [] if self._dry else asked:  # their cells may have ended in this pass
+            rows += [row for row in self._one(run) if row.act is not Act.NOTHING or row.problem]
         return rows + (self._without_folder(flow_runs) if roots is None else [])
 
     def _ask(self, runs: Sequence[RunFolder]) -> None:
@@ -159,10 +165,30 @@ class Pass:
         return replace(found, facts=replace(found.facts, answers=not self._away, flow=state)), flow
 
     def _one(self, run: RunFolder) -> list[Row]:
+        try:
+            rows = self._acts(run)
+        except Exception as error:  # the other runs are not to wait for this one
+            return [_problem(run, error)]
+        if not self._dry and any(_ends(row) for row in rows):
+            self._show_end(run)
+        return rows
+
+    def _show_end(self, run: RunFolder) -> None:
+        """The page of a run whose flow is gone, as its flow would have left it. Best effort."""
+        with contextlib.suppress(OSError, DamagedFile):
+            flow = self._flows.get(str(read_object(run.path / "origin.json").get("flow_run") or ""))
+            if flow is not None and self._rest is not None and not self._away:
+                from flows.page_rest import show_end  # takes longer to import than a pass without events
+
+                show_end(self._rest, run, flow)
+
+    def _acts(self, run: RunFolder) -> list[Row]:
         rows: list[Row] = []
+        mask = mask_of(run)  # what is set in Prefect, logged there and written
         for _ in range(MAX_ACTS):
             found, flow = self._look(run)
             plan = reconcile(found.facts)
+            plan = replace(plan, why=mask(plan.why))
             row = Row(run.run_id, plan.act, plan.why, str(run.path), plan.state)
             if plan.act is Act.NOTHING:
                 if plan.settled:
@@ -208,8 +234,9 @@ class Pass:
             return []
         rows = []
         try:
-            for flow in self._rest.starting(instance_tag(instance_id()), "train"):
-                if flow.id in known or time.time() - flow.at > RECENT_S:
+            for flow in self._rest.starting(instance_tag(instance_id()), ("train", "sweep")):
+                of_a_sweep = any(tag.startswith(f"{SWEEP_TAG}:") for tag in flow.tags)  # which starts it again
+                if flow.id in known or of_a_sweep or time.time() - flow.at > RECENT_S:
                     continue
                 state = _state_of(flow)
                 seen_s, _ = self._memory.seen(f"flow {flow.id}", [flow.state, flow.at])
@@ -226,6 +253,12 @@ def _state_of(flow: FlowRun) -> FlowState:
     return FlowState(flow.state, flow.at, abs(time.time() - flow.at), bool(flow.deployment), flow.cancelled)
 
 
+def _ends(row: Row) -> bool:
+    """Whether it ended the run, or told Prefect its end."""
+    told = row.act is Act.SET_STATE and row.state in TRUTH.values()
+    return not row.problem and (told or row.act in (Act.CANCEL, Act.FAIL))
+
+
 def _problem(run: RunFolder, error: Exception) -> Row:
     return Row(run.run_id, Act.NOTHING, "it could not be looked at", str(run.path), problem=f"{error}")
 
@@ -233,10 +266,11 @@ def _problem(run: RunFolder, error: Exception) -> Row:
 def supervise_detached(run: RunFolder) -> int:
     """Start `slipstream supervise RUN` in a session of its own, its words in logs/supervise.log. Returns its process id.
 
-    Raises OSError.
+    Of a sweep it is `slipstream sweep FOLDER`, which leads cells by commands of this host. Raises OSError.
     """
     folder = started_in(run)
-    words = [sys.executable, "-c", "from flows.cli.main import main; main()", "supervise", str(run.path)]
+    what = ["sweep", str(run.path), "--unattended"] if is_sweep(run) else ["supervise", str(run.path)]
+    words = [sys.executable, "-c", "from flows.cli.main import main; main()", *what]
     paths = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     run.logs.mkdir(mode=0o700, exist_ok=True)

@@ -157,13 +157,20 @@ def showing(run: RunFolder) -> Iterator[None]:
         thread.join(END_S)
 
 
-def show_once(run: RunFolder, flow_run: FlowRun) -> bool:
-    """Bring the page of a flow run up to date that no process of its own shows (any more); whether that worked."""
+def show_once(run: RunFolder, flow_run: FlowRun, api: Api | None = None) -> bool:
+    """Bring the page of a flow run up to date that no process of its own shows (any more); whether that worked.
+
+    `api`: the server; None: the one that Prefect's settings name.
+    """
     try:
+        page = Page(run, flow_run, _tags())
+        if api is not None:
+            page.update(api, last=True)
+            return True
         from flows.page_api import page_api
 
-        with page_api() as api:
-            Page(run, flow_run, _tags()).update(api, last=True)
+        with page_api() as settled:
+            page.update(settled, last=True)
     except Exception as error:
         logger.warning("the page of %s is not up to date: %s", run.run_id, _told(error))
         return False

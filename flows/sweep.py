@@ -14,9 +14,10 @@ from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import deployment, flow_run
-from prefect.states import Cancelled, Completed, Failed
+from prefect.states import Cancelled, Completed, Failed, State
 from pydantic import Field
 
+from flows.deployed import asked_prefect
 from flows.predecessor import skipped
 from flows.refused import show_refusal
 from flows.sweep_cells import PrefectCells
@@ -24,10 +25,12 @@ from flows.sweep_form import SweepForm, form_of, spec_of
 from flows.sweep_page import SweepPage
 from slipstream.config_file import ConfigError
 from slipstream.instance import instance_id
-from slipstream.run_folder import RunFolderError, new_run_id, write_json
+from slipstream.run_folder import RunFolderError, new_run_id
 from slipstream.sweep.schedule import Plan
 from slipstream.sweep.spec import load_sweep
+from tasks.leads import asked_for
 from tasks.outcome import NothingToResume
+from tasks.stop import request_cancel
 from tasks.sweep import Look, SweepStopped, drive
 from tasks.sweep_folder import SweepFolder
 from tasks.sweep_prepare import Resolved, check_all, create, presets_in, resolve
@@ -100,6 +103,8 @@ def sweep(settings: Annotated[SweepForm, SETTINGS]) -> Any:
         folder = SweepFolder(resolved.root / start.sweep_id(settings.name))
         if not folder.sweep_file.is_file() and (state := skipped(resolved.root, folder.sweep_id)) is not None:
             return state
+        if (state := _ended_meanwhile(folder, start)) is not None:
+            return state
         by_person = _begin(folder, resolved, start)
     except (ConfigError, RunFolderError) as error:
         get_run_logger().error("refused: %s", error)
@@ -121,6 +126,17 @@ def sweep(settings: Annotated[SweepForm, SETTINGS]) -> Any:
     finished = sum(result.state == "finished" for result in look.results)
     text = f"{finished} of {len(look.results)} cells have finished: {outcome.get('reason')}; {folder.report_file}"
     return Failed(message=text) if outcome.get("kind") == "fail" else Completed(message=text)
+
+
+def _ended_meanwhile(folder: SweepFolder, start: Start) -> State[None] | None:
+    """The state of a sweep that has ended since reconciliation asked for this start; None: there is something to do."""
+    if not (folder.sweep_file.is_file() and (outcome := folder.outcome())):
+        return None
+    known = asked_prefect(start.flow_run)
+    if not asked_for(folder.as_run, start.flow_run, known.run_count if known else None):
+        return None
+    states = {"finish": Completed, "fail": Failed, "cancelled": Cancelled}
+    return states[str(outcome["kind"])](message=str(outcome.get("reason")))
 
 
 def _begin(folder: SweepFolder, resolved: Resolved, start: Start) -> bool:
@@ -151,8 +167,8 @@ class _Watch:
         self._page.show(look)
         if time.monotonic() - self._asked >= ASK_S:
             self._asked = time.monotonic()
-            if self.cancelled() and not self._folder.cancel_file.exists():
-                write_json(self._folder.cancel_file, {"who": "Prefect", "why": "its flow run was cancelled"})
+            if self.cancelled():
+                request_cancel(self._folder.as_run, "Prefect", "its flow run was cancelled")
 
     def cancelled(self) -> bool:
         """Whether Prefect says so; where it does not answer nobody has."""

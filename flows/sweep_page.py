@@ -1,6 +1,5 @@
 """What a sweep's flow run shows on its page: the table while it runs, the pictures once cells have ended, an event."""
 
-import base64
 import contextlib
 from collections.abc import Mapping
 from typing import Any
@@ -11,14 +10,11 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.events import emit_event
 
-from flows.names import TAG
-from slipstream.sweep.draw import QUANTITIES, title_of
-from slipstream.sweep.report import SweepReport, draw_all, markdown
+from flows.events import sweep_resource
+from flows.sweep_text import PICTURES, TABLE, finished, pictures_text, table_text
 from tasks.sweep import Look
 from tasks.sweep_folder import SweepFolder
 from tasks.sweep_report import report_of
-
-FINISHED = f"{TAG}.sweep.finished"
 
 
 class SweepPage:
@@ -35,16 +31,16 @@ class SweepPage:
         """Bring the page up to date."""
         with contextlib.suppress(Exception):
             report = report_of(self._sweep, self._sweep.spec(), look.results)
-            text = f"Sweep folder: `{self._sweep.path}`\n\n{markdown(report)}"
+            text = table_text(self._sweep, report)
             if text != self._shown:
-                self._put("sweep-table", text, "The cells and their numbers.")
+                self._put(TABLE, text, "The cells and their numbers.")
                 self._shown = text
             ended = tuple(
                 (result.id, result.state) for result in look.results if not look.states[result.id].phase.active
             )
             if ended != self._drawn and any(result.measured.steps for result in look.results):
                 self._drawn = ended
-                self._put("sweep-pictures", pictures_text(report), "Heat maps and the Pareto front.")
+                self._put(PICTURES, pictures_text(report), "Heat maps and the Pareto front.")
 
     def _put(self, key: str, text: str, description: str) -> None:
         known = self._known(key)
@@ -67,27 +63,17 @@ class SweepPage:
 
     def finished(self, look: Look, outcome: Mapping[str, Any]) -> None:
         """Tell that the sweep has ended, for automations that notify."""
-        states: dict[str, int] = {}
-        for result in look.results:
-            states[result.state] = states.get(result.state, 0) + 1
         with contextlib.suppress(Exception):
+            told = finished(self._sweep, look.results, outcome)
             emit_event(
-                FINISHED,
+                told.name,
                 resource={
-                    "prefect.resource.id": f"{TAG}.sweep.{self._sweep.sweep_id}",
+                    "prefect.resource.id": sweep_resource(self._sweep.sweep_id),
                     "prefect.resource.name": self._sweep.sweep_id,
                 },
                 related=[
                     {"prefect.resource.id": f"prefect.flow-run.{self._flow_run}", "prefect.resource.role": "flow-run"}
                 ],
-                payload={"states": states, "report": str(self._sweep.report_file), **outcome},
+                payload=dict(told.payload),
+                id=told.id,
             )
-
-
-def pictures_text(report: SweepReport) -> str:
-    """The pictures as markdown, inside the text: the interface asks nothing of another server."""
-    titles = {quantity.name: title_of(quantity, report.ranking) for quantity in QUANTITIES} | {"pareto": "Pareto front"}
-    return "\n\n".join(
-        f"![{titles[name]}](data:image/png;base64,{base64.b64encode(data).decode()})"
-        for name, data in draw_all(report).items()
-    )

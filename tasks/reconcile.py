@@ -1,4 +1,7 @@
-"""Runs as reconciliation sees them: folder and jobs, and what is done to those. Prefect's part is in `flows.reconciliation`."""
+"""Runs and sweeps as reconciliation sees them: folder, jobs and cells, and what is done to those.
+
+Prefect's part is in `flows.reconciliation`.
+"""
 
 import contextlib
 import os
@@ -13,7 +16,7 @@ from cluster.backend import Backend
 from cluster.decide import Kind
 from cluster.intents import intent_file
 from cluster.jobs import JobRecord, JobState, JobView
-from cluster.profile import ClusterError
+from cluster.profile import ClusterError, load_profile
 from slipstream.config_file import ConfigError
 from slipstream.instance import home, instance_id
 from slipstream.run_config import RecoverySection
@@ -22,12 +25,16 @@ from tasks.finish import finish
 from tasks.leads import in_a_row, lead_now, read_leads, record_lead, resumed_at
 from tasks.lease import begin_after, sight
 from tasks.observe import cancel_request, newest_attempt
-from tasks.origin import origin_file, read_origin
+from tasks.origin import Origin, origin_file, read_origin
 from tasks.outcome import Outcome, read_outcome, write_outcome
-from tasks.reconcile_policy import Act, Facts, Leader, Plan
+from tasks.reconcile_policy import Act, Facts, Leader, Plan, cancel_is_new
 from tasks.records import log_event, run_step
 from tasks.stop import request_cancel, stop_jobs
 from tasks.stored import all_jobs, backend_anyway, stored_config
+from tasks.stored import origin as in_its_folder
+from tasks.sweep_cells import requester
+from tasks.sweep_folder import SweepFolder, is_sweep
+from tasks.sweep_parent import ask_cells, open_cells, progress, sweep_cancelled, unasked
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -85,13 +92,14 @@ def _stamp(run: RunFolder) -> int:
 
 @dataclass(frozen=True)
 class Look:
-    """A run of this instance, as it stands. `facts` lacks what Prefect says."""
+    """A run or a sweep of this instance, as it stands. `facts` lacks what Prefect says; `sweep`: id of a cell's sweep."""
 
     run: RunFolder
     facts: Facts
     term: int = 0
     lease_s: float = 60.0
     step: int = 0
+    sweep: str = ""
     queued: bool = False
 
 
@@ -110,30 +118,43 @@ def look(run: RunFolder, memory: Memory, flow_state: Any = None) -> Look:
 
     Raises OSError and DamagedFile where its storage does not answer.
     """
-    recovery, prepared = RecoverySection(), run.run_file.exists()
-    with contextlib.suppress(ConfigError):
-        recovery = stored_config(run).recovery if prepared else recovery
+    sweep = SweepFolder(run.path) if is_sweep(run) else None
+    recovery = _recovery(run, sweep)
     leader, who, term = _leader(run, recovery.lease, memory)
     ended, origin = read_outcome(run), read_origin(run)
     seen_s, _ = memory.seen(f"run {run.path}", [str(leader), term, flow_state])
-    step, since, leads = run_step(run), resumed_at(run), read_leads(run)
+    step = progress(sweep) if sweep else run_step(run)
+    since, leads = resumed_at(run), read_leads(run)
     facts = Facts(
         flow_run=origin.flow_run,
-        prepared=prepared,
+        prepared=sweep is not None or run.run_file.exists(),
         outcome=ended.kind if ended else None,
         reason=ended.reason if ended else "",
         age_s=_age_s(run),
         leader=leader,
         who=who,
         cancel=cancel_request(run),
+        sweep="" if ended else sweep_cancelled(run, origin.sweep),
         resumed_at=since,
         leads=in_a_row(leads, step, since),
         lead_age_s=abs(time.time() - leads[-1].time) if leads else Facts.lead_age_s,
         max_leads=recovery.max_restarts,
         seen_s=seen_s,
     )
-    found = Look(run, facts, term, recovery.lease, step)
-    return found if leader in (Leader.LIVES, Leader.UNSURE) else _with_jobs(found, origin.host)
+    found = Look(run, facts, term, recovery.lease, step, origin.sweep)
+    if leader in (Leader.LIVES, Leader.UNSURE):
+        return found
+    return _with_cells(found, sweep, origin) if sweep else _with_jobs(found, origin.host)
+
+
+def _recovery(run: RunFolder, sweep: SweepFolder | None) -> RecoverySection:
+    """What its configuration says; of a sweep, which is driven with the defaults, only the bound on leaders."""
+    with contextlib.suppress(ConfigError):
+        if sweep is not None:
+            return RecoverySection(max_restarts=sweep.base().recovery.max_restarts)
+        if run.run_file.exists():
+            return stored_config(run).recovery
+    return RecoverySection()
 
 
 def _age_s(run: RunFolder) -> float:
@@ -177,6 +198,24 @@ def _with_jobs(found: Look, made_on: str) -> Look:
     return replace(found, facts=facts, queued=bool(states) and set(states) <= {JobState.PENDING, JobState.HELD})
 
 
+def _with_cells(found: Look, sweep: SweepFolder, origin: Origin) -> Look:
+    """What is known of the cells of a sweep that has not ended. Cells that a person has continued since are theirs."""
+    if found.facts.outcome is not None:
+        return found
+    cells = open_cells(sweep)
+    elsewhere = ""
+    if not origin.flow_run and origin.host not in ("", socket.gethostname()) and _cells_are_local(sweep):
+        elsewhere = origin.host
+    facts = replace(found.facts, cells=tuple(cells), unasked=tuple(unasked(sweep, cells)), elsewhere=elsewhere)
+    return replace(found, facts=facts)
+
+
+def _cells_are_local(sweep: SweepFolder) -> bool:
+    with contextlib.suppress(ConfigError, ClusterError, DamagedFile, OSError), in_its_folder(sweep.as_run):
+        return load_profile(sweep.base().cluster.profile).executor == "local"
+    return True
+
+
 def _is_local(backend: Backend) -> bool:
     from cluster.local_backend import LocalBackend
 
@@ -203,16 +242,19 @@ def do(found: Look, plan: Plan) -> bool:
     """
     run = found.run
     if plan.act is Act.ASK_TO_STOP:
-        request_cancel(run, "Prefect", plan.why)
+        _request(found, plan)
         return True
     lease = begin_after(run, found.term, found.lease_s)
     if lease is None:
         return False
     try:
-        if plan.act is Act.CANCEL:
-            request_cancel(run, "Prefect", plan.why)
-        stop_jobs(run)
-        if plan.act is not Act.STOP_JOBS and read_outcome(run) is None:
+        if plan.act in (Act.CANCEL, Act.ASK_CELLS):
+            _request(found, plan)
+        if is_sweep(run):
+            ask_cells(SweepFolder(run.path), cancel_request(run) or plan.why)
+        else:
+            stop_jobs(run)
+        if plan.act in (Act.CANCEL, Act.FAIL) and read_outcome(run) is None:
             kind = Kind.FAIL if plan.act is Act.FAIL else Kind.CANCELLED
             reason = plan.why if kind is Kind.FAIL else cancel_request(run) or plan.why
             write_outcome(run, Outcome(kind, reason), newest_attempt(run))
@@ -222,3 +264,12 @@ def do(found: Look, plan: Plan) -> bool:
     finally:
         lease.release()
     return True
+
+
+def _request(found: Look, plan: Plan) -> None:
+    """Record who asks: the sweep where only that was cancelled, so that it continues the cell when it goes on."""
+    if found.facts.sweep and not cancel_is_new(found.facts):
+        sweep = SweepFolder(found.run.path.parent / found.sweep)
+        request_cancel(found.run, requester(sweep), found.facts.sweep)
+    else:
+        request_cancel(found.run, "Prefect", plan.why)

@@ -30,6 +30,7 @@ class Leader(StrEnum):
 class Act(StrEnum):
     NOTHING = "nothing"
     ASK_TO_STOP = "ask its leader to stop"
+    ASK_CELLS = "ask its cells to stop"
     CANCEL = "stop its jobs, and end it as cancelled"
     STOP_JOBS = "stop its jobs"
     FAIL = "stop its jobs, and end it as failed"
@@ -58,7 +59,7 @@ class FlowState:
 
 @dataclass(frozen=True)
 class Facts:
-    """One run.
+    """One run, or one sweep, whose folder has a leader and an end as a run has.
 
     Attributes:
         others: why it is not this instance's; "": it is.
@@ -71,6 +72,8 @@ class Facts:
         elsewhere: host whose processes they are, where they cannot be seen here; "".
         batch: its own SLURM job leads it, and is queued or runs.
         cancel: who asked it to stop, and why; "".
+        sweep: of a cell: why its sweep was cancelled, where nobody has resumed the cell since; "".
+        cells: of a sweep: those that have begun and not ended. unasked: those of them that nobody has asked to stop.
         resumed_at: when a person last resumed it, in seconds since the epoch.
         leads: how often a leader was started for it without a new step; max_leads: how often may be; lead_age_s: seconds
             since the newest, only for patience.
@@ -92,6 +95,9 @@ class Facts:
     elsewhere: str = ""
     batch: bool = False
     cancel: str = ""
+    sweep: str = ""
+    cells: tuple[str, ...] = ()
+    unasked: tuple[str, ...] = ()
     resumed_at: float = 0.0
     leads: int = 0
     max_leads: int = 5
@@ -129,9 +135,17 @@ def cancel_is_new(run: Facts) -> bool:
     return run.flow is not None and run.flow.cancelled > run.resumed_at
 
 
+def _why_to_stop(run: Facts) -> str:
+    if cancel_is_new(run):
+        return "its flow run was cancelled in Prefect"
+    if run.cancel:
+        return f"asked to stop by {run.cancel}"
+    return f"its sweep was cancelled: {run.sweep}" if run.sweep else ""
+
+
 def _led(run: Facts) -> Plan:
-    if run.outcome is None and not run.cancel and cancel_is_new(run):
-        return Plan(Act.ASK_TO_STOP, "its flow run was cancelled in Prefect")
+    if run.outcome is None and not run.cancel and (why := _why_to_stop(run)):
+        return Plan(Act.ASK_TO_STOP, why)
     if run.leader is Leader.UNSURE:
         return nothing(f"{run.who} is to give a sign of life")
     wrong = run.flow is not None and run.flow.state in TERMINAL and not cancel_is_new(run)
@@ -169,10 +183,12 @@ def _open(run: Facts) -> Plan:
     """Nobody leads it, and it has not ended."""
     if run.elsewhere:
         return nothing(f"nobody leads it, and its jobs can only be seen on {run.elsewhere}: resume it there")
-    if cancel_is_new(run):
-        return Plan(Act.CANCEL, "its flow run was cancelled in Prefect")
-    if run.cancel:
-        return Plan(Act.CANCEL, f"asked to stop by {run.cancel}")
+    if why := _why_to_stop(run):
+        if run.unasked:
+            return Plan(Act.ASK_CELLS, why)
+        if run.cells:
+            return nothing(f"{why}; {', '.join(run.cells)} must end first")
+        return Plan(Act.CANCEL, why)
     if run.batch:
         return nothing("its own SLURM job leads it")
     act, why = _who_is_to_lead(run)

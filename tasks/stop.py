@@ -6,10 +6,9 @@ from cluster.backend import KILL_AFTER_S
 from cluster.jobs import JobRecord
 from slipstream.run_folder import RunFolder, write_json
 from tasks.interrupt import uninterrupted
-from tasks.observe import cancel_request, newest_attempt
+from tasks.observe import newest_attempt
 from tasks.records import log_event
 from tasks.stored import all_jobs, backend_anyway
-from tasks.sweep_folder import SweepFolder, is_sweep
 
 
 def request_cancel(run: RunFolder, who: str, why: str) -> bool:
@@ -29,13 +28,8 @@ def request_cancel(run: RunFolder, who: str, why: str) -> bool:
 def stop_jobs(run: RunFolder, kill_after_s: float = KILL_AFTER_S) -> list[JobRecord]:
     """Stop every live job of the run: TERM to all at once, KILL to what is left. Returns those that were alive.
 
-    Of a sweep, whose folder stands for it: have all cells stopped. Idempotent, and not broken by a second Ctrl-C.
+    Idempotent, and not broken by a second Ctrl-C.
     """
-    if is_sweep(run):
-        from tasks.sweep_stop import stop_cells
-
-        stop_cells(SweepFolder(run.path), cancel_request(run))
-        return []
     with uninterrupted():
         stopped = backend_anyway(run).cancel(run, all_jobs(run), kill_after_s)
         if stopped:

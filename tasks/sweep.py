@@ -24,6 +24,7 @@ from slipstream.sweep.spec import TRAINING, SweepConfig
 from tasks.interrupt import uninterrupted
 from tasks.lease import StepDown, claim, held_lease, release
 from tasks.outcome import NothingToResume, Outcome, outcome_record
+from tasks.records import forgive
 from tasks.stop import request_cancel
 from tasks.sweep_cells import Cells, NotNow, begin_note, requester, stop_cell, stop_unled
 from tasks.sweep_folder import Note, SweepFolder
@@ -127,6 +128,8 @@ class _Driver:
 
     def _begin(self, retry_failed: bool) -> None:
         """Earlier requests and ends are history."""
+        with contextlib.suppress(OSError):
+            forgive(self.sweep.as_run, 0)
         for path in (self.sweep.cancel_file, self.sweep.outcome_file):
             path.unlink(missing_ok=True)
         look = self._look()

@@ -17,7 +17,7 @@ from cluster.local_jobs import find_process, started
 from slipstream.process import last_lines
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_object
-from slipstream.sweep.schedule import CellState, Phase
+from slipstream.sweep.schedule import INTERRUPT, CellState, Phase
 from tasks.interrupt import uninterrupted
 from tasks.lease import LeaseWatch, claim, release
 from tasks.observe import cancel_request, heartbeat, newest_attempt
@@ -96,8 +96,12 @@ def look_at(sweep: SweepFolder, cell: str, note: Note, view: View, hours: float)
             return replace(state, phase=Phase.FAILED), view.problem
     if outcome.kind is Kind.FAIL:
         return replace(state, phase=Phase.FAILED), outcome.reason
-    ours = cancel_request(run).startswith((f"{requester(sweep)}: ", "command line: ", "flow"))
+    asked = cancel_request(run)
+    by_sweep = asked.startswith(f"{requester(sweep)}: ")
+    ours = by_sweep or asked.startswith(("command line: ", "flow"))
     stopped_for = note.stopped_for if ours else ""
+    if by_sweep and not stopped_for and not note.problem:  # by whoever stopped it in the place of a dead driver
+        return replace(state, phase=Phase.STOPPED, stopped_for=INTERRUPT), outcome.reason
     return replace(state, phase=Phase.STOPPED, stopped_for=stopped_for), note.why if stopped_for else outcome.reason
 
 

@@ -22,7 +22,7 @@ from tests.prefect_server import ROOT, environment
 from tests.waiting import wait_until
 
 HOOK = ROOT / "tests" / "front" / "doubled"
-PATIENCE_S = 240
+PATIENCE_S = 480
 INSTANCE = "tester"
 BUSY = 503  # SQLite is locked: Prefect's own clients and its page ask again too
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.waiting import wait_until
 
 INSTANCE = "reconciled"
 PATIENCE_S = 240.0
+BUSY = 503  # SQLite is locked: Prefect's own clients ask again too
 CLI = [sys.executable, "-c", "from flows.cli.main import main; main()"]
 
 
@@ -50,6 +52,7 @@ class Front:
             SLIPSTREAM_INSTANCE=INSTANCE,
             STANDIN_LEADERS="standins",
             STANDIN="learner:wait",
+            STANDIN_DIES_IN_PREPARE=str(self.folder / "dies-in-prepare"),
         )
 
     def start(self) -> "Front":
@@ -94,7 +97,12 @@ class Front:
     def call(self, method: str, route: str, body: Any = None) -> Any:
         user, _, secret = PASSWORD.partition(":")
         url = f"{self.server.url}/{route}"
-        answer = httpx.request(method, url, json=body, auth=(user, secret), trust_env=False, timeout=60)
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            answer = httpx.request(method, url, json=body, auth=(user, secret), trust_env=False, timeout=60)
+            if answer.status_code != BUSY or time.monotonic() > end:
+                break
+            time.sleep(0.5)
         answer.raise_for_status()
         return answer.json() if answer.content else None
 
@@ -116,6 +124,10 @@ class Front:
         run = RunFolder(self.root / (run_id or f"{name}-{flow_run['id'].replace('-', '')[-12:]}"))
         self.made.append(run)
         return flow_run["id"], run
+
+    def die_in_prepare(self, name: str) -> None:
+        """The next flow that prepares a run of this name is killed before there is a folder."""
+        (self.folder / "dies-in-prepare").write_text(name)
 
     def training(self, run: RunFolder, attempt: int = 1) -> RunFolder:
         """Once its learner waits for `go`, before its third step."""
@@ -158,6 +170,15 @@ class Front:
     def states(self, flow_run: str) -> list[str]:
         history = self.call("GET", f"flow_run_states/?flow_run_id={flow_run}")
         return [str(state["name"]) for state in sorted(history, key=lambda state: state["timestamp"])]
+
+    def artifacts(self, flow_run: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.call("POST", "artifacts/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})
+        return found
+
+    def events(self, run: RunFolder) -> set[str]:
+        """Names of what was told of a run."""
+        wanted = {"filter": {"resource": {"id": [f"slipstream.run.{run.run_id}"]}}}
+        return {event["event"] for event in self.call("POST", "events/filter", wanted)["events"]}
 
     def force(self, flow_run: str, state: str, name: str, **details: Any) -> None:
         value = {"type": state, "name": name, "state_details": details}

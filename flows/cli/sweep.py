@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @click.option("--new", is_flag=True, help="Begin a new sweep though one of these cells has not ended.")
 @click.option("--retry-failed", is_flag=True, help="Try cells again that have failed, or that somebody stopped.")
 @click.option("--prefect", is_flag=True, help="Have a worker of the Prefect server do it, and print where to look.")
+@click.option("--unattended", is_flag=True, hidden=True, help="Go on with FOLDER as reconciliation has it go on.")
 @fail_plainly
 def sweep(
     file: Path,
@@ -31,6 +32,7 @@ def sweep(
     new: bool,
     retry_failed: bool,
     prefect: bool,
+    unattended: bool,
 ) -> int:
     """Run the sweep that the TOML file FILE says, or go on with a sweep's folder.
 
@@ -51,6 +53,8 @@ def sweep(
             message = "a sweep that exists goes on where it was begun: leave --prefect out, or retry its flow run there"
             raise ConfigError([Problem("", None, message)], str(file))
         folder = SweepFolder.open(file)
+        if unattended:  # what was asked of the sweep meanwhile stands
+            return run_here(folder, retry_failed, by_person=False)
         if folder.flow_run:
             message = (
                 f"flow run {folder.flow_run} drives it, and cells are flow runs: retry that in Prefect's interface"
@@ -98,10 +102,10 @@ def described(resolved: "Resolved") -> str:
     return "\n".join(lines) + "\n"
 
 
-def run_here(folder: "SweepFolder", retry_failed: bool) -> int:
+def run_here(folder: "SweepFolder", retry_failed: bool, by_person: bool = True) -> int:
     """Drive the sweep from this process, with a command of its own for each cell."""
     from flows.cli.own import own_command
     from flows.cli.sweep_progress import drive_shown
     from tasks.sweep_cells import LocalCells
 
-    return drive_shown(folder, LocalCells(folder, own_command()), retry_failed)
+    return drive_shown(folder, LocalCells(folder, own_command()), retry_failed, by_person)

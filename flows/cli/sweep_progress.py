@@ -25,13 +25,13 @@ from tasks.sweep_folder import SweepFolder
 STYLES = {"finished": "green", "failed": "red", "running": "cyan", "starting": "cyan"}
 
 
-def drive_shown(sweep: SweepFolder, cells: Cells, retry_failed: bool) -> int:
+def drive_shown(sweep: SweepFolder, cells: Cells, retry_failed: bool, by_person: bool = True) -> int:
     """Drive the sweep and show it; 0 where every cell has finished or was stopped early, 130 after Ctrl-C, else 1."""
     spec = sweep.spec()
     print(f"sweep folder: {sweep.path}", flush=True)
     try:
         with stop_once(), _showing(spec) as tell:
-            look = drive(sweep, cells, retry_failed, tell)
+            look = drive(sweep, cells, retry_failed, tell, by_person=by_person)
     except (KeyboardInterrupt, SweepStopped) as error:
         reason = f": {error}" if isinstance(error, SweepStopped) else ""
         print(f"stopped{reason}; go on with: slipstream sweep {sweep.path}", file=sys.stderr)

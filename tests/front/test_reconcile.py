@@ -80,6 +80,21 @@ def test_a_killed_flow_is_started_again_by_itself(front: Front) -> None:
     assert run.run_id not in front.reconcile(), "a run that has ended, and of which all agree, is not looked at again"
 
 
+def test_a_flow_that_dies_before_it_has_a_folder_is_started_again(front: Front) -> None:
+    """Nothing of it is on storage: only Prefect knows that there is a run to make."""
+    front.die_in_prepare("early")
+    flow, run = front.submit("early")
+    front.wait_state(flow, "CRASHED")
+    assert not run.path.exists()
+    assert acts(front.reconcile("--dry-run")[f"flow run {flow}"]) == ["start its flow run again"]
+    assert acts(front.reconcile("--root", str(front.root)).get(f"flow run {flow}", [])) == []
+    front.reconcile_until(flow, "SCHEDULED", "PENDING", "RUNNING")
+    front.training(run)
+    front.go(run)
+    assert front.wait_state(flow, "COMPLETED")["run_count"] == 2
+    assert (run.attempts(), front.outcome(run)) == ([1], "finish")
+
+
 def test_worker_and_flow_are_killed_and_a_person_cancels(front: Front) -> None:
     """A cancel without worker and flow runs no hook, and Prefect alone would say Cancelling for minutes.
 
@@ -109,6 +124,11 @@ def test_worker_and_flow_are_killed_and_a_person_cancels(front: Front) -> None:
     assert done.returncode == 0
     front.reconcile()
     assert (front.outcome(stopped), front.processes(stopped)) == ("cancelled", [])
+
+    shown = {one["key"]: one for one in front.artifacts(cancel)}
+    assert len(shown) == len(front.artifacts(cancel)), "the same artifacts"
+    assert "cancelled" in shown["slipstream-run"]["data"].lower()
+    wait_until(lambda: "slipstream.cancelled" in front.events(cancelled), "the event of its end", PATIENCE_S)
 
     (cancelled.path / "outcome.json").touch()  # so that it is looked at again
     front.force(cancel, "CRASHED", "Crashed")

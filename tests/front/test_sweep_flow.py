@@ -2,17 +2,21 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster.local_jobs import job_processes
-from slipstream.run_folder import read_json
+from flows.names import care_pool, runs_pool
+from slipstream.run_folder import RunFolder, read_json
+from tasks.leads import read_leads
 from tasks.stored import all_jobs
 from tasks.sweep_folder import SweepFolder
 from tests.doubles.sweep import go_on, hold, is_held
-from tests.front_door import INSTANCE, Front, flow_processes
+from tests.front_door import INSTANCE, Front, flow_processes, kill
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -42,6 +46,21 @@ def begin(front: Front, **more: Any) -> tuple[str, SweepFolder]:
 def cell_runs(front: Front, sweep: SweepFolder) -> list[dict[str, Any]]:
     tags = {"tags": {"all_": [f"slipstream.sweep:{sweep.sweep_id}"]}}
     return list(front.ask("POST", "flow_runs/filter", {"flow_runs": tags, "sort": "EXPECTED_START_TIME_ASC"}))
+
+
+def reconcile_until(front: Front, there: Callable[[], Any], what: str) -> None:
+    """Again and again, as its timer does."""
+
+    def done() -> bool:
+        front.command("reconcile")
+        return bool(there())
+
+    wait_until(done, what, CELLS_S)
+
+
+def events_of(front: Front, run: RunFolder) -> set[str]:
+    wanted = {"filter": {"resource": {"id": [f"slipstream.run.{run.run_id}"]}}}
+    return {event["event"] for event in front.ask("POST", "events/filter", wanted)["events"]}
 
 
 def artifacts(front: Front, flow_run: str) -> dict[str, dict[str, Any]]:
@@ -105,14 +124,10 @@ def test_a_killed_parent_is_started_again_and_no_cell_is_run_twice(front: Front)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     go_on(front.root)
-    wait_until(lambda: front.state(flow_run) in ("CRASHED", "FAILED"), "Prefect has seen that it is gone", CELLS_S)
-    # as reconciliation does, and as a person may in the interface
-    state = {"type": "SCHEDULED", "name": "AwaitingRetry"}
-    front.ask("POST", f"flow_runs/{flow_run}/set_state", {"state": state, "force": True})
-    ended = front.wait_state(flow_run, seconds=CELLS_S)
-    while ended["state"]["type"] == "CRASHED":
-        ended = front.wait_state(flow_run, "COMPLETED", seconds=CELLS_S)
-    assert ended["state"]["type"] == "COMPLETED", ended["state"]
+    reconcile_until(front, lambda: read_leads(sweep.as_run), "its flow run is asked to start again")
+    ended = front.wait_state(flow_run, "COMPLETED", seconds=CELLS_S)
+    assert ended["run_count"] >= 2
+    assert {lead.flow_run for lead in read_leads(sweep.as_run)} == {flow_run}
     runs = cell_runs(front, sweep)
     assert [run["state"]["type"] for run in runs] == ["COMPLETED"] * 2
     assert [sweep.run(cell).attempts() for cell in ("c00", "c01")] == [[1], [1]]
@@ -139,6 +154,51 @@ def test_a_cancelled_parent_takes_its_cells_with_it_and_a_retry_goes_on(front: F
     wait_until(lambda: sweep.outcome().get("kind") == "finish", "the sweep is done", CELLS_S)
     assert [(read_json(sweep.run(c).path / "outcome.json") or {})["kind"] for c in ("c00", "c01")] == ["finish"] * 2
     assert sweep.run("c00").attempts() == [1, 2]
+
+
+def test_a_cancel_reaches_a_sweep_whose_workers_and_flows_are_dead(front: Front) -> None:
+    """Its cell ends first, then the sweep; both pages show it. A cell that waited in the queue does not begin."""
+    hold(front.root, 3)
+    flow_run, sweep = begin(front, name="orphaned")
+    run = sweep.run("c00")
+    wait_until(lambda: is_held(run), "the first cell trains", CELLS_S)
+    (cell,) = cell_runs(front, sweep)
+    assert front.process is not None
+    workers = [
+        one.pid
+        for one in psutil.Process(front.process.pid).children()
+        if one.cmdline()[-1] in (runs_pool(INSTANCE), care_pool(INSTANCE))
+    ]
+    assert len(workers) == 2
+    for pid in [*workers, *flow_processes(front.home)]:
+        kill(pid)
+    assert [process for job in all_jobs(run) for process in job_processes(job)]
+    front.ask("POST", f"flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLING"}})
+    reconcile_until(front, lambda: sweep.outcome(), "the sweep has ended")
+    assert sweep.outcome()["kind"] == "cancelled"
+    assert (read_json(run.path / "outcome.json") or {})["kind"] == "cancelled"
+    assert (read_json(run.cancel_file) or {})["who"] == f"sweep {sweep.sweep_id}"
+    assert not [process for job in all_jobs(run) for process in job_processes(job)]
+    assert not sweep.run("c01").path.exists()
+    assert front.wait_state(flow_run)["state"]["type"] == "CANCELLED"
+    assert "sweep-table" in artifacts(front, flow_run)
+    reconcile_until(front, lambda: front.state(cell["id"]) == "CANCELLED", "Prefect is told of the cell")
+    wait_until(lambda: "slipstream.cancelled" in events_of(front, run), "the event of the cell's end", CELLS_S)
+    assert "cancelled" in artifacts(front, cell["id"])["slipstream-run"]["data"].lower()
+    assert not read_leads(run)
+
+    go_on(front.root)
+    deployment = front.find_deployment(f"train/{INSTANCE}.custom")
+    body = {
+        "parameters": {"config": sweep.config("c01").to_plain(), "run_id": sweep.run_id("c01")},
+        "tags": [f"slipstream.sweep:{sweep.sweep_id}"],
+        "state": {"type": "SCHEDULED"},
+    }
+    queued = front.ask("POST", f"deployments/{deployment['id']}/create_flow_run", body)["id"]
+    state = front.wait_state(queued, seconds=CELLS_S)["state"]
+    assert state["type"] == "CANCELLED"
+    assert "was cancelled before this cell began" in state["message"]
+    assert not sweep.run("c01").path.exists()
 
 
 def test_a_form_that_no_run_can_be_made_of_is_refused_with_the_reason(front: Front) -> None:

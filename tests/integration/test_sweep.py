@@ -1,5 +1,6 @@
 """The driver of a sweep on this machine: real runs of the doubles, killed drivers, failed cells, budgets, two at once."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster.local_jobs import job_processes
+from flows.reconciliation import supervise_detached
 from slipstream.config_file import load_config
 from slipstream.run_folder import read_json, write_json
 from slipstream.sweep.schedule import Phase
+from tasks.lease import sight
 from tasks.outcome import NothingToResume
 from tasks.stop import stop
 from tasks.stored import all_jobs
@@ -106,6 +110,34 @@ def test_a_killed_driver_is_followed_by_another_and_no_cell_is_run_twice(folder:
     look = drive(sweep, cells(sweep), retry_failed=True, poll_s=POLL_S)
     assert set(states(look).values()) == {"finished"}
     assert logs == {cell: sweep.log_file(cell).stat().st_size for cell in logs}, "something was started again"
+
+
+def test_what_reconciliation_starts_goes_on_with_a_stranded_sweep(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with one that a flow run has driven, which a person is told to retry there."""
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    sweep = make_sweep(folder, {"trainer.seed": [0]})
+    write_json(sweep.path / "origin.json", {**(read_json(sweep.path / "origin.json") or {}), "flow_run": "f00d"})
+    hold(folder / "runs", 3)
+    first = driver(sweep)
+    try:
+        wait_until(lambda: is_held(sweep.run("c00")), "the cell trains")
+    finally:
+        first.kill()
+        first.wait()
+    second = psutil.Process(supervise_detached(sweep.as_run))
+    try:
+        wait_until(lambda: sight(sweep.as_run).term == 2, "another driver leads")
+        go_on(folder / "runs")
+        wait_until(lambda: sweep.outcome().get("kind") == "finish", "the sweep is done")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            second.wait(60)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            second.kill()
+    assert_whole(sweep, "c00", [1])
+    assert "c00" in (sweep.path / "logs" / "supervise.log").read_text()
 
 
 def test_a_failed_cell_ends_nothing_and_is_tried_again_only_when_asked(folder: Path) -> None:

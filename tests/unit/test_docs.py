@@ -41,7 +41,7 @@ def test_the_tests_that_the_algorithm_s_page_names_are_there() -> None:
 def test_the_tests_that_the_recovery_page_names_are_there() -> None:
     page = (DOCS / "recovery.md").read_text()
     rows = [row for row in page.splitlines() if row.startswith("| ") and "---" not in row][1:]
-    assert len(rows) == 24
+    assert len(rows) == 27
     for row in rows:
         assert re.search(r"\b[RFISP]\b", row.split("|")[3]), row
         for name in re.findall(r"I `(test_\w+\.py)`", row):

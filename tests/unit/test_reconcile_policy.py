@@ -80,6 +80,18 @@ ROWS: list[tuple[str, Facts, Act, str]] = [
     ("tried too often", run("CRASHED", leads=5, live=JOBS), Act.FAIL, ""),
     ("tried too often, but led", run("CRASHED", leads=5, leader=LIVES), Act.SET_STATE, "RUNNING"),
     ("tried too often, but asked", run("SCHEDULED", leads=5), Act.NOTHING, ""),
+    ("a cell, its sweep cancelled, nobody leads it", run("CRASHED", sweep="bob: x", live=JOBS), Act.CANCEL, ""),
+    ("the same, queued", run("SCHEDULED", sweep="bob: x", prepared=False), Act.CANCEL, ""),
+    ("the same, led", run(sweep="bob: x", leader=LIVES), Act.ASK_TO_STOP, ""),
+    ("the same, and asked", run(sweep="bob: x", cancel="sweep s: bob: x", leader=LIVES), Act.NOTHING, ""),
+    ("a sweep, its parent killed", run("CRASHED", cells=("c00",), unasked=("c00",)), Act.LEAD_BY_FLOW, ""),
+    ("a sweep of the command line", Facts(cells=("c00",), unasked=("c00",)), Act.LEAD_HERE, ""),
+    ("a sweep, Prefect away", run(None, answers=False), Act.LEAD_HERE, ""),
+    ("a cancelled sweep, its parent dead", run("CANCELLING", cells=("c00",), unasked=("c00",)), Act.ASK_CELLS, ""),
+    ("the same, asked", run("CANCELLING", cells=("c00",), cancel="Prefect: x"), Act.NOTHING, ""),
+    ("the same, ended", run("CANCELLING", cancel="Prefect: x"), Act.CANCEL, ""),
+    ("the same, its parent lives", run("CANCELLING", leader=LIVES, cells=("c00",)), Act.ASK_TO_STOP, ""),
+    ("a sweep whose parent died too often", run("CRASHED", leads=5, cells=("c00",)), Act.FAIL, ""),
     ("ended, jobs live", run(outcome=Kind.FINISH, live=JOBS), Act.STOP_JOBS, ""),
     ("ended, jobs live, being resumed", run(outcome=Kind.FAIL, live=JOBS, leader=LIVES), Act.NOTHING, ""),
     ("ended, scheduler away", run(outcome=Kind.FAIL, live=JOBS, jobs_known=False), Act.NOTHING, ""),
@@ -141,11 +153,18 @@ facts = st.builds(
     elsewhere=st.sampled_from(["", "", "n7"]),
     batch=st.booleans(),
     cancel=st.sampled_from(["", "alice: enough"]),
+    sweep=st.sampled_from(["", "", "bob: enough"]),
+    cells=st.sampled_from([(), ("c00", "c01")]),
+    unasked=st.sampled_from([(), ("c01",)]),
     resumed_at=st.sampled_from([0.0, 20.0]),
     leads=st.integers(0, 6),
     lead_age_s=st.sampled_from([0.0, 3600.0]),
     seen_s=st.sampled_from([0.0, 60.0, 3600.0]),
-).map(lambda run: replace(run, flow=run.flow if run.flow_run and run.answers else None))
+).map(
+    lambda run: replace(
+        run, flow=run.flow if run.flow_run and run.answers else None, unasked=run.unasked if run.cells else ()
+    )
+)
 
 
 def applied(run: Facts) -> Facts:
@@ -155,6 +174,8 @@ def applied(run: Facts) -> Facts:
     match plan.act:
         case Act.ASK_TO_STOP:
             return replace(run, cancel="Prefect: cancelled")
+        case Act.ASK_CELLS:
+            return replace(run, cancel="Prefect: cancelled", unasked=(), leader=Leader.RELEASED, seen_s=0.0)
         case Act.CANCEL:
             return replace(run, outcome=Kind.CANCELLED, cancel="Prefect: cancelled", **ended)
         case Act.FAIL:
@@ -210,6 +231,15 @@ def test_out_of_a_cancel_no_other_state_is_set(run: Facts) -> None:
         assert plan.state in ("", "CANCELLED")
     if run.flow is not None and run.flow.cancelled > run.resumed_at:
         assert plan.act not in (Act.LEAD_BY_FLOW, Act.LEAD_HERE)
+
+
+@given(facts)
+def test_what_is_asked_to_stop_is_never_started_and_a_sweep_ends_after_its_cells(run: Facts) -> None:
+    plan = reconcile(run)
+    if run.outcome is None and (run.cancel or run.sweep):
+        assert plan.act not in (Act.LEAD_BY_FLOW, Act.LEAD_HERE)
+    if run.cells and plan.act is Act.CANCEL:
+        raise AssertionError(plan.why)
 
 
 @given(facts)

@@ -234,7 +234,8 @@ def test_a_sweeps_end() -> None:
     found = events.as_json(event, sweep_resource("s"), "s", FLOW_RUN, TAGS)
     assert found["resource"]["prefect.resource.id"] == "slipstream.sweep.s"
     assert (found["event"], found["payload"]) == ("slipstream.sweep.finished", {"cells": 4})
-    assert found["id"] == str(sweep_finished("s", {}, 0.0).id)
+    assert found["id"] == str(sweep_finished("s", {}, BEGAN).id), "sent twice, the server keeps one"
+    assert found["id"] != str(sweep_finished("s", {}, BEGAN + 1).id), "another end"
 
 
 def test_a_memory_of_other_flow_runs_is_kept(run: RunFolder) -> None:

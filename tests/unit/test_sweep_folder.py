@@ -10,7 +10,7 @@ from cluster.decide import Kind
 from flows.cli.own import HERE, own_command
 from slipstream.config_file import ConfigError, load_config, parse_config
 from slipstream.run_folder import RunFolder, RunFolderError, write_json
-from slipstream.sweep.schedule import BUDGET, Phase
+from slipstream.sweep.schedule import BUDGET, INTERRUPT, Phase
 from slipstream.sweep.spec import parse_sweep
 from tasks.outcome import Outcome, write_outcome
 from tasks.stop import request_cancel
@@ -139,6 +139,10 @@ def test_who_stopped_a_cell_decides_whether_it_goes_on(sweep: SweepFolder) -> No
     request_cancel(run, requester(sweep), "the budget is spent")
     state, why = look_at(sweep, "c00", note, View(), 0.0)
     assert (state.stopped_for, why) == (BUDGET, "the budget is spent")
+    state, why = look_at(sweep, "c00", Note(), View(), 0.0)
+    assert (state.stopped_for, why) == (INTERRUPT, "anna: enough"), "by reconciliation, its driver being dead"
+    state, _ = look_at(sweep, "c00", Note(problem="started too often"), View(), 0.0)
+    assert (state.phase, state.stopped_for) == (Phase.STOPPED, ""), "given up"
 
 
 def test_a_command_is_started_again_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""The deployment of reconciliation: a flow run every minute, of which few are kept."""
+
+from typing import Any
+
+import pytest
+
+from flows.reconcile import KEPT, UNEVENTFUL
+from tests.front_door import INSTANCE, Front
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.integration
+
+PATIENCE_S = 400
+EXTRA = 4
+
+
+def test_a_pass_that_did_nothing_removes_earlier_ones(front: Front) -> None:
+    own = front.find_deployment(f"reconcile/{INSTANCE}.reconcile")["id"]
+    others = front.find_deployment(f"train/{INSTANCE}.custom")["id"]
+
+    def made(deployment: str, name: str) -> str:
+        state = {"type": "COMPLETED", "name": name}
+        return str(front.ask("POST", f"deployments/{deployment}/create_flow_run", {"state": state})["id"])
+
+    def left() -> set[str]:
+        found: list[dict[str, Any]] = front.ask(
+            "POST", "flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
+        )
+        return {one["id"] for one in found}
+
+    eventful, another = made(own, "Completed"), made(others, UNEVENTFUL)
+    quiet = {made(own, UNEVENTFUL) for _ in range(KEPT + EXTRA)}
+    assert quiet | {eventful, another} <= left()
+    wait_until(lambda: len(quiet & left()) <= KEPT, "a pass of the schedule has removed some", PATIENCE_S)
+    now = left()
+    assert {eventful, another} <= now
+    assert len(quiet & now) >= KEPT - 2, "the newest stay"
