@@ -52,7 +52,6 @@ def login(bed: Bed, tmp_path: Path) -> Iterator[BedPrefect]:
         SLIPSTREAM_HOME=HOME,
         STANDIN_LEADERS="doubles",
         HOME=str(folder),
-        PREFECT_SERVER_LOG_RETRYABLE_ERRORS="true",
     )
     for name in [name for name in found.environment if name.startswith("PREFECT_") and "SERVER" not in name]:
         del found.environment[name]  # `slipstream up` needs none
