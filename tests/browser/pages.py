@@ -22,7 +22,7 @@ class Ui:
 
     def login(self, auth: str) -> None:
         """Give the server's basic-auth string where it asks for one."""
-        self.page.goto(self.base)
+        self.page.goto(self.base, wait_until="commit")
         box = self.page.get_by_placeholder("admin:pass")
         inside = self.page.get_by_role("link", name="Deployments")
         expect(box.or_(inside)).to_be_visible()
