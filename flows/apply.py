@@ -28,7 +28,7 @@ from prefect.workers.process import ProcessWorker
 
 from cluster.profile import load_profile, profile_names
 from flows.deployments import COMPARED, Deployment, FlowFacts, Pool, Wanted, differences, digest, superfluous
-from flows.forms import readable
+from flows.forms import parameter_fields, readable
 from flows.names import instance_tag
 from flows.profile_blocks import ProfileBlock, untouched, values_of
 
@@ -60,7 +60,8 @@ def known_flows() -> dict[str, FlowFacts]:
             function = getattr(import_module(f"flows.{name}"), name, None)
             if not isinstance(function, Flow):
                 continue
-            schema = readable(parameter_schema(function).model_dump_for_openapi())
+            drawn = parameter_schema(function).model_dump_for_openapi()
+            schema = readable(drawn, parameter_fields(function.fn))
             about = inspect.cleandoc(function.fn.__doc__ or "").partition("\n\n")[0]
             found[name] = FlowFacts(f"flows/{name}.py:{name}", schema, about)
     return found

@@ -5,8 +5,10 @@ words instead of type names where a field may be empty.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from pydantic.fields import FieldInfo
 
 from slipstream.config_schema import bounds_text
 
@@ -15,10 +17,29 @@ DIGITS = 8
 WORDS = {"string": "Text", "integer": "Number", "number": "Number", "boolean": "Yes or no", "array": "List"}
 
 
-def readable(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a parameter schema whose form a person can fill."""
+def parameter_fields(function: Callable[..., Any]) -> dict[str, FieldInfo]:
+    """What a function's `Annotated[..., Field(...)]` says of its parameters, by name: Prefect does not look there."""
+    found: dict[str, FieldInfo] = {}
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        for part in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
+            if isinstance(part, FieldInfo):
+                found[name] = part
+    return found
+
+
+def readable(schema: Mapping[str, Any], parameters: Mapping[str, FieldInfo] = {}) -> dict[str, Any]:
+    """A copy of a parameter schema whose form a person can fill.
+
+    Args:
+        parameters: title and description of the parameters themselves, which win over the schema's.
+    """
     found = copy.deepcopy(dict(schema))
     for name, value in found.get("properties", {}).items():
+        field = parameters.get(name)
+        if field is not None and field.title:
+            value["title"] = field.title
+        if field is not None and field.description:
+            value["description"] = field.description
         if value.get("title") in (None, name):  # Prefect's own choice
             value["title"] = name.replace("_", " ").capitalize()
         if text := value.get("description"):

@@ -1,15 +1,19 @@
-"""The few calls to Prefect's API that a run's page needs, each bounded in time and made once.
+"""The few calls to Prefect's API that a run's page needs, each bounded in time, made again only where the server is busy.
 
 Prefect's own client is used, so that every way to reach a server that it knows (password, key, certificates, headers)
 works. Import this module only where prefect is imported anyway.
 """
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from flows.prefect_rest import BUSY, PAUSES_S
 
 CALL_S = 5.0
 
@@ -21,6 +25,13 @@ class PageApi:
         self._client = client
 
     def _call(self, method: Any, route: str, body: Any) -> Any:
+        for pause_s in PAUSES_S:
+            try:
+                return self._client.request(method, route, json=body)  # type: ignore[arg-type]
+            except PrefectHTTPStatusError as error:
+                if error.response.status_code != BUSY:
+                    raise
+            time.sleep(pause_s)
         return self._client.request(method, route, json=body)  # type: ignore[arg-type]
 
     def artifacts(self, flow_run_id: str, keys: Sequence[str]) -> dict[str, str]:
@@ -39,8 +50,6 @@ class PageApi:
 
     def update(self, artifact_id: str, data: Any, description: str) -> bool:
         """Change an artifact in place; False where the server does not have it."""
-        from prefect.exceptions import PrefectHTTPStatusError
-
         try:
             self._call("PATCH", f"/artifacts/{artifact_id}", {"data": data, "description": description})
         except PrefectHTTPStatusError as error:

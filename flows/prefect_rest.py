@@ -2,6 +2,7 @@
 
 import base64
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,6 +12,8 @@ import httpx
 
 TIMEOUT_S = 20.0
 PAGE = 200
+BUSY = 503  # its database was locked: nothing was done, and the call may be made again
+PAUSES_S = (0.2, 0.5, 1.5)  # before it is
 CANCELS = ("CANCELLING", "CANCELLED")
 
 
@@ -46,7 +49,7 @@ class FlowRun:
 
 
 class PrefectRest:
-    """A Prefect API. All calls are bounded in time, and raise PrefectAway.
+    """A Prefect API. All calls are bounded in time, made again where the server is busy, and raise PrefectAway.
 
     Args:
         url: of the API, with its "/api".
@@ -74,9 +77,13 @@ class PrefectRest:
         self._client.close()
 
     def call(self, method: str, route: str, body: Any = None) -> Any:
-        """What the server answers to one call, once."""
+        """What the server answers to one call; asked again a few times where it is busy."""
         try:
-            answer = self._client.request(method, f"{self.url}/{route}", json=body)
+            for pause_s in (*PAUSES_S, None):
+                answer = self._client.request(method, f"{self.url}/{route}", json=body)
+                if answer.status_code != BUSY or pause_s is None:
+                    break
+                time.sleep(pause_s)
             answer.raise_for_status()
             return answer.json() if answer.content else None
         except httpx.HTTPStatusError as error:

@@ -191,7 +191,7 @@ class Upholder:
         up_state.prefect_home().mkdir(mode=0o700, exist_ok=True)
         up_state.logs().mkdir(mode=0o700, exist_ok=True)
         fd = self._listener.fileno()
-        argv = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+        argv = [sys.executable, "-m", "uvicorn", "--factory", "flows.server:create_app"]
         argv += ["--fd", str(fd), "--log-level", "warning", "--timeout-graceful-shutdown", "3", *PAGE_STAYS_HERE]
         self._step("starting the Prefect server (about 15 s)")
         server = self._add("server", argv, server_environment(), [fd])

@@ -21,7 +21,6 @@ from tests.doubles.events import FOLDER, PLAN
 from tests.prefect_server import ROOT, environment
 from tests.waiting import wait_until
 
-HOOK = ROOT / "tests" / "front" / "doubled"
 PATIENCE_S = 480
 INSTANCE = "tester"
 BUSY = 503  # SQLite is locked: Prefect's own clients and its page ask again too
@@ -81,14 +80,14 @@ class Front:
         (self.root / "prompts.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(12)))
         self.preset = folder / "quick.toml"
         self.preset.write_text(QUICK.format(root=self.root))
+        self.words = ["--preset", str(self.preset)]  # of every `slipstream up`
         self.environment = environment(
             SLIPSTREAM_HOME=str(self.home),
             SLIPSTREAM_INSTANCE=INSTANCE,
-            SLIPSTREAM_TEST_DOUBLES="1",
+            STANDIN_LEADERS="doubles",
             HOME=str(folder),
             **more,
         )
-        self.environment["PYTHONPATH"] = f"{HOOK}:{self.environment['PYTHONPATH']}"
         self.output = folder / "up.out"
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -112,7 +111,7 @@ class Front:
 
     def launch(self, *words: str) -> subprocess.Popen[bytes]:
         with open(self.output, "ab") as out:
-            argv = cli("up", "--preset", str(self.preset), *words)
+            argv = cli("up", *self.words, *words)
             process = subprocess.Popen(
                 argv, cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 from playwright.sync_api import Locator, Page, expect
 
-from tests.browser.form import RunForm
+from tests.browser.form import RunForm, until_not_busy
 
 RELOADS = 20
 ENDS = ("Completed", "Failed", "Crashed", "Cancelled")
@@ -22,7 +22,7 @@ class Ui:
 
     def login(self, auth: str) -> None:
         """Give the server's basic-auth string where it asks for one."""
-        self.page.goto(self.base)
+        self.page.goto(self.base, wait_until="commit")
         box = self.page.get_by_placeholder("admin:pass")
         inside = self.page.get_by_role("link", name="Deployments")
         expect(box.or_(inside)).to_be_visible()
@@ -68,13 +68,17 @@ class DeploymentPage:
 
     def quick_run(self) -> "FlowRunPage":
         """Run it as it is. A deployment whose flow demands parameters shows them once more first."""
+        until_not_busy(self.page, self._quick_run)
+        return self.started()
+
+    def _quick_run(self) -> None:
+        self.page.keyboard.press("Escape")  # the question of a try before
         self._run_menu("Quick run")
         question = self.page.get_by_role("dialog")
         expect(question.or_(self._view_run()).first).to_be_visible()
         if question.is_visible():
             expect(question.locator("fieldset").first).to_be_visible()  # pressed earlier, it does nothing
             question.get_by_role("button", name="Run", exact=True).click()
-        return self.started()
 
     def _run_menu(self, item: str) -> None:
         self.main.get_by_role("button", name="Run", exact=True).click()

@@ -19,7 +19,7 @@ from tests.bed_left import left
 from tests.bed_prefect import PYTHON, USER, BedPrefect
 from tests.bed_tunnel import tunnel
 from tests.browser.session import prefect_ui
-from tests.chaos.drive import GONE_S, write_files
+from tests.chaos.drive import GONE_S, SETTINGS, write_files
 from tests.chaos.faults import SEPARATE
 from tests.chaos.plan import scenario_of
 from tests.doubles.events import PLAN
@@ -32,32 +32,54 @@ PATIENCE_S = 300.0
 CLI = "from flows.cli.main import main; main()"
 
 
+HOME = "/tmp/slipstream"  # of the login machine alone: SQLite's place is a local disk
+
+
+def home_of(bed: Bed) -> Path:
+    """Where this host has HOME of the login machine."""
+    return bed.description.path / "tmp" / "login" / Path(HOME).name
+
+
 @pytest.fixture
 def login(bed: Bed, tmp_path: Path) -> Iterator[BedPrefect]:
     """Commands of `bed1` on the login machine; its logs are kept beside what the browser leaves."""
     folder = bed.shared / f"front-{time.time_ns() % 10**9}"
     folder.mkdir()
-    found = BedPrefect(bed, folder, SLIPSTREAM_INSTANCE=INSTANCE, STANDIN_LEADERS="doubles", HOME=str(folder))
-    for name in [name for name in found.environment if name.startswith("PREFECT_") and "ANALYTICS" not in name]:
+    found = BedPrefect(
+        bed,
+        folder,
+        SLIPSTREAM_INSTANCE=INSTANCE,
+        SLIPSTREAM_HOME=HOME,
+        STANDIN_LEADERS="doubles",
+        HOME=str(folder),
+    )
+    for name in [name for name in found.environment if name.startswith("PREFECT_") and "SERVER" not in name]:
         del found.environment[name]  # `slipstream up` needs none
+    del found.environment["PREFECT_SERVER_API_AUTH_STRING"]
     try:
         yield found
     finally:
-        shutil.copytree(folder / "home" / "logs", tmp_path / "logs", dirs_exist_ok=True)
+        shutil.copytree(home_of(bed) / "logs", tmp_path / "logs", dirs_exist_ok=True)
         shutil.copy(folder / "prefect.log", tmp_path)
         found.close()
         bed.command("scancel", "--user", USER)
 
 
-def test_a_run_is_started_and_cancelled_from_a_browser(bed: Bed, login: BedPrefect, tmp_path: Path) -> None:
+def test_a_run_is_started_and_cancelled_from_a_browser(
+    bed: Bed, login: BedPrefect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The jobs are this user's, on compute nodes, as the page says; after the cancel there is none."""
     folder = login.folder / "run"
-    config_file = write_files(folder, replace(scenario_of("rank killed", SEPARATE), injections=(), step_s=0.2))
+    for limit in ("step_timeout", "sync_timeout"):  # a learner that is held is not one that hangs
+        monkeypatch.setitem(SETTINGS["learner"], limit, 3600.0)
+    scenario = scenario_of("rank killed", SEPARATE)
+    profile = {**scenario.profile, "time_limit": 60}
+    config_file = write_files(folder, replace(scenario, injections=(), step_s=0.2, profile=profile))
     write_json(folder / "runs" / PLAN, [{"id": "held", "event": "sync.end", "count": 2, "deeds": ["block"]}])
     uid = bed.description.uid(USER)
     for path in [login.folder, *login.folder.rglob("*")]:
         os.chown(path, uid, uid)
-    home = login.folder / "home"
+    home = home_of(bed)
     login.popen(PYTHON, "-c", CLI, "up", "--preset", str(config_file), "--port", "0")
 
     def up() -> dict[str, object]:

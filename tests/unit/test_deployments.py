@@ -1,14 +1,15 @@
 """What an instance has on a Prefect server, as values: names, parameters, forms, what differs, what is superfluous."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field
 
 from flows.deployments import FlowFacts, Wanted, block_name, differences, digest, empty_form, superfluous, wanted
-from flows.forms import fields, readable
+from flows.forms import fields, parameter_fields, readable
 from flows.presets import EXAMPLES, load_presets
 from slipstream.config_file import ConfigError, parse_config
 from slipstream.run_config import RunConfig
@@ -175,6 +176,19 @@ def test_every_field_of_the_form_has_a_title_and_a_description_with_bounds_and_d
             assert not any(bound in part for part in parts) or words in about, (name, about)
         required = name in ("config", "config.model.name", "config.data.source")
         assert required or "properties" in field or "Default: " in about, (name, about)
+
+
+def test_a_parameter_is_named_and_described_as_its_annotation_says() -> None:
+    """Prefect's own schema has the parameter's name and the docstring's words."""
+
+    def flow(config: Annotated[int, Field(title="Run", description="all of it")], run_id: str = "") -> None: ...
+
+    told = parameter_fields(flow)
+    assert list(told) == ["config"]
+    drawn = {"properties": {"config": {"title": "config", "description": "x"}, "run_id": {"title": "run_id"}}}
+    form = readable(drawn, told)["properties"]
+    assert (form["config"]["title"], form["config"]["description"]) == ("Run", "All of it.")
+    assert form["run_id"]["title"] == "Run id"
 
 
 def test_no_field_of_the_form_takes_raw_json() -> None:

@@ -1,0 +1,57 @@
+"""Calls to a Prefect server that is busy, by a server that answers what a test says."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from flows.prefect_rest import BUSY, PAUSES_S, PrefectAway, PrefectRest
+
+
+@contextmanager
+def answering(*codes: int) -> Iterator[tuple[PrefectRest, list[str]]]:
+    """A server that gives these answers in turn, the last one again and again; and the bodies that it was sent."""
+    left, asked = list(codes), []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            body = b"[]"
+            self.send_response(left.pop(0) if len(left) > 1 else left[0])
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    rest = PrefectRest(f"http://127.0.0.1:{server.server_port}/api")
+    try:
+        yield rest, asked
+    finally:
+        rest.close()
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_busy_server_is_asked_again() -> None:
+    with answering(BUSY, BUSY, 200) as (rest, asked):
+        assert rest.flow_runs(["a"]) == {}
+    assert len(asked) == 3
+    assert len(set(asked)) == 1
+
+
+def test_one_that_stays_busy_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.prefect_rest.PAUSES_S", (0.0,) * len(PAUSES_S))
+    with answering(BUSY) as (rest, asked), pytest.raises(PrefectAway, match="503"):
+        rest.flow_runs(["a"])
+    assert len(asked) == 1 + len(PAUSES_S)
+
+
+def test_another_refusal_is_not_repeated() -> None:
+    with answering(500) as (rest, asked), pytest.raises(PrefectAway, match="500"):
+        rest.flow_runs(["a"])
+    assert len(asked) == 1
