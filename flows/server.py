@@ -49,7 +49,11 @@ class AskAgain:
             if not busy:
                 await send(message)
 
-        await self._app(dict(scope), _after(body, receive), unless_busy)
+        try:
+            await self._app(dict(scope), _after(body, receive), unless_busy)
+        except Exception:
+            if not busy:  # Starlette raises an error after its answer too, for the server's log
+                raise
         return busy
 
 

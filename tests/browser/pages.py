@@ -227,11 +227,14 @@ class ArtifactPage:
 
     @property
     def text(self) -> str:
+        """Of a markdown artifact."""
+        expect(self.panel.locator("p, li, table, h1, h2, h3").first).to_be_visible()  # drawn a little later
         return self.panel.inner_text()
 
     def table(self) -> list[dict[str, str]]:
         """The first table's rows, as they are shown."""
         table = self.panel.locator("table").first
+        expect(table).to_be_visible()
         names = table.locator("thead th").all_inner_texts()
         return [
             dict(zip(names, row.locator("td").all_inner_texts(), strict=True))

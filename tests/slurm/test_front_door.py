@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from slipstream.config_file import load_config
+from slipstream.process import last_lines
 from slipstream.run_folder import RunFolder, read_json, write_json
 from slurm.bed import Bed
 from slurm.bed.machines import pid_of
@@ -80,9 +81,10 @@ def test_a_run_is_started_and_cancelled_from_a_browser(
     for path in [login.folder, *login.folder.rglob("*")]:
         os.chown(path, uid, uid)
     home = home_of(bed)
-    login.popen(PYTHON, "-c", CLI, "up", "--preset", str(config_file), "--port", "0")
+    process = login.popen(PYTHON, "-c", CLI, "up", "--preset", str(config_file), "--port", "0")
 
     def up() -> dict[str, object]:
+        assert process.poll() is None, last_lines(login.folder / "prefect.log")
         path = home / "up.json"
         found = json.loads(path.read_text()) if path.exists() else {}
         return found if found.get("ready") else {}
@@ -105,8 +107,9 @@ def test_a_run_is_started_and_cancelled_from_a_browser(
         listed = dict(line.split() for line in bed.command("squeue", "-h", "-u", USER, "-o", "%i %T").splitlines())
         assert list(listed.values()) == ["RUNNING", "RUNNING"]
         assert run_page.artifacts(3)["slipstream-jobs"]
-        shown = run_page.artifact("slipstream-jobs").text
-        assert [job for job in listed if job not in shown] == []
+        shown = run_page.artifact("slipstream-jobs").table()
+        assert {row["job"] for row in shown} == set(listed)
+        assert {row["state"] for row in shown} == {"running"}
         run_page = ui.flow_run(run_page.flow_run_id)
         run_page.cancel()
         run_page.wait_state("Cancelled", seconds=PATIENCE_S)

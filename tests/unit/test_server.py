@@ -14,6 +14,10 @@ BODY = [
 PAUSES = (0.0, 0.0)
 
 
+class Met(Exception):
+    """What an application raises after its answer."""
+
+
 def answers(*codes: int, kind: str = "http") -> tuple[list[int], list[bytes]]:
     """Codes that the client sees, and the bodies that the application was given, where it answers with `codes` in turn."""
     left, given, sent = list(codes), [], []
@@ -26,8 +30,11 @@ def answers(*codes: int, kind: str = "http") -> tuple[list[int], list[bytes]]:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
         given.append(body)
-        await send({"type": "http.response.start", "status": left.pop(0)})
+        code = left.pop(0)
+        await send({"type": "http.response.start", "status": code})
         await send({"type": "http.response.body", "body": b"x"})
+        if code >= 500 and scope["type"] == "http":
+            raise Met(code)  # as Starlette does
 
     incoming = list(BODY)
 
@@ -37,9 +44,14 @@ def answers(*codes: int, kind: str = "http") -> tuple[list[int], list[bytes]]:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(AskAgain(app, PAUSES)({"type": kind, "path": "/api/x"}, receive, send))
+    raised = []
+    try:
+        asyncio.run(AskAgain(app, PAUSES)({"type": kind, "path": "/api/x"}, receive, send))
+    except Met as error:
+        raised = list(error.args)
     starts = [message["status"] for message in sent if message["type"] == "http.response.start"]
     assert len(sent) == 2 * len(starts)
+    assert raised == [code for code in starts if code >= 500 and kind == "http"], "the server's log has it"
     return starts, given
 
 
