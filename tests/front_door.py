@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from cluster.local_jobs import cancel_jobs
@@ -18,7 +17,7 @@ from slipstream.process import last_lines
 from slipstream.run_folder import RunFolder, write_json
 from tasks.stored import all_jobs
 from tests.doubles.events import FOLDER, PLAN
-from tests.prefect_server import ROOT, environment
+from tests.prefect_server import ROOT, environment, request
 from tests.waiting import wait_until
 
 PATIENCE_S = 480
@@ -169,15 +168,7 @@ class Front:
     # --- the API, as a person's browser uses it
 
     def ask(self, method: str, route: str, body: Any = None) -> Any:
-        end = time.monotonic() + PATIENCE_S
-        url = f"{self.api}/{route}"
-        while True:
-            response = httpx.request(method, url, json=body, auth=self.auth, trust_env=False, timeout=60)
-            if response.status_code != BUSY or time.monotonic() > end:
-                break
-            time.sleep(0.5)
-        response.raise_for_status()
-        return response.json() if response.content else None
+        return request(method, f"{self.api}/{route}", body, self.auth)
 
     def find_deployment(self, name: str | None = None) -> dict[str, Any]:
         flow, _, short = (name or self.deployment).partition("/")

@@ -4,11 +4,9 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from cluster.local_jobs import cancel_jobs, job_processes
@@ -18,7 +16,7 @@ from slipstream.process import last_lines, spawn, stop
 from slipstream.run_folder import RunFolder, read_json
 from tasks.lease import newest_term
 from tasks.stored import all_jobs
-from tests.prefect_server import PASSWORD, ROOT, PrefectServer, environment
+from tests.prefect_server import PASSWORD, ROOT, PrefectServer, environment, password, request
 from tests.waiting import wait_until
 
 INSTANCE = "reconciled"
@@ -95,16 +93,7 @@ class Front:
         stop(self.worker, 0)
 
     def call(self, method: str, route: str, body: Any = None) -> Any:
-        user, _, secret = PASSWORD.partition(":")
-        url = f"{self.server.url}/{route}"
-        end = time.monotonic() + PATIENCE_S
-        while True:
-            answer = httpx.request(method, url, json=body, auth=(user, secret), trust_env=False, timeout=60)
-            if answer.status_code != BUSY or time.monotonic() > end:
-                break
-            time.sleep(0.5)
-        answer.raise_for_status()
-        return answer.json() if answer.content else None
+        return request(method, f"{self.server.url}/{route}", body, password())
 
     # -- runs
 

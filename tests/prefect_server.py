@@ -14,6 +14,7 @@ from slipstream.process import last_lines, spawn, stop
 
 ROOT = Path(__file__).resolve().parents[1]
 STANDINS = ROOT / "tests" / "standins"
+BUSY = 503
 PASSWORD = "tester:not-a-real-secret"
 PATIENCE_S = 180
 
@@ -72,8 +73,31 @@ class PrefectServer:
             stop(self._process, 0)
 
 
-def ask(url: str, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+def request(method: str, url: str, body: Any = None, auth: tuple[str, str] | None = None) -> Any:
+    """What a Prefect server answers, decoded; asked again while it is busy (SQLite is locked), and what only reads also
+    where no answer came in time: a test machine may be slow."""
+    reads = method == "GET" or url.endswith(("/filter", "/count"))
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            answer = httpx.request(
+                method, url, json=body, auth=auth, trust_env=False, follow_redirects=True, timeout=60
+            )
+            if answer.status_code != BUSY or time.monotonic() > end:
+                break
+        except httpx.TimeoutException:
+            if not reads or time.monotonic() > end:
+                raise
+        time.sleep(0.5)
+    answer.raise_for_status()
+    return answer.json() if answer.content else None
+
+
+def password() -> tuple[str, str]:
+    """User and password of a `PrefectServer`."""
     user, _, secret = PASSWORD.partition(":")
-    response = httpx.post(f"{url}/{route}", json=body, auth=(user, secret), trust_env=False)
-    response.raise_for_status()
-    return list(response.json())
+    return user, secret
+
+
+def ask(url: str, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(request("POST", f"{url}/{route}", body, password()))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from playwright.sync_api import Page, sync_playwright
 
@@ -16,7 +15,17 @@ from flows.page_content import COMPLETIONS, CURVES, JOBS, KEYS, PROGRESS, RECOVE
 from flows.run_page import showing
 from slipstream.run_folder import RunFolder, read_json
 from tests.page_runs import EVIL, breaks, completes, ends, learns, new_run
-from tests.prefect_server import PASSWORD, PATIENCE_S, ROOT, STANDINS, PrefectServer, ask, environment
+from tests.prefect_server import (
+    PASSWORD,
+    PATIENCE_S,
+    ROOT,
+    STANDINS,
+    PrefectServer,
+    ask,
+    environment,
+    password,
+    request,
+)
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -66,10 +75,7 @@ def start(server: PrefectServer, tmp_path: Path) -> Iterator[Start]:
 
 
 def call(server: PrefectServer, route: str, body: dict[str, Any]) -> Any:
-    user, _, secret = PASSWORD.partition(":")
-    response = httpx.post(f"{server.url}/{route}", json=body, auth=(user, secret), trust_env=False, timeout=30)
-    response.raise_for_status()
-    return response.json()
+    return request("POST", f"{server.url}/{route}", body, password())
 
 
 def new_flow_run(server: PrefectServer, name: str) -> str:

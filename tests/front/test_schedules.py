@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from cluster.local_jobs import cancel_jobs
@@ -18,7 +17,7 @@ from slipstream.process import last_lines, spawn, stop
 from slipstream.run_folder import RunFolder
 from tasks.origin import Origin, write_origin
 from tasks.stored import all_jobs
-from tests.prefect_server import PASSWORD, PATIENCE_S, ROOT, PrefectServer, environment
+from tests.prefect_server import PASSWORD, PATIENCE_S, ROOT, PrefectServer, environment, password, request
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -61,18 +60,7 @@ class Site:
         )
 
     def ask(self, method: str, route: str, body: Any = None) -> Any:
-        user, _, secret = PASSWORD.partition(":")
-        answer = httpx.request(
-            method,
-            f"{self.url}/{route}",
-            json=body,
-            auth=(user, secret),
-            trust_env=False,
-            follow_redirects=True,
-            timeout=60,
-        )
-        answer.raise_for_status()
-        return answer.json() if answer.content else None
+        return request(method, f"{self.url}/{route}", body, password())
 
     def deployment(self, name: str) -> dict[str, Any]:
         found = self.ask("POST", "deployments/filter", {"deployments": {"name": {"like_": f"@{name}"}}})
