@@ -234,7 +234,7 @@ class ArtifactPage:
     def table(self) -> list[dict[str, str]]:
         """The first table's rows, as they are shown."""
         table = self.panel.locator("table").first
-        expect(table).to_be_visible()
+        expect(table.locator("tbody tr").first).to_be_visible()  # drawn a little later
         names = table.locator("thead th").all_inner_texts()
         return [
             dict(zip(names, row.locator("td").all_inner_texts(), strict=True))
