@@ -19,14 +19,14 @@ def scheduled(front: Front, deployment: str) -> list[dict[str, Any]]:
 
 
 def test_a_schedule_that_is_paused_and_resumed_keeps_its_parameters(front: Front, tmp_path: Path) -> None:
-    name = f"{INSTANCE}.quick@nightly"
+    name = f"{INSTANCE}.quick@at-three"
     words = [
         "--cron",
         "0 3 * * *",
         "--timezone",
         "Europe/Berlin",
         "--name",
-        "nightly",
+        "at-three",
         "--set",
         "trainer.max_staleness=7",
     ]
@@ -41,13 +41,13 @@ def test_a_schedule_that_is_paused_and_resumed_keeps_its_parameters(front: Front
             assert "03:00" in schedule.text
             schedule.pause()
             wait_until(lambda: not scheduled(front, deployment), "nothing is planned any more", 180)
-            assert "nightly  paused" in front.command("schedule", "list").stdout
+            assert "at-three  paused" in front.command("schedule", "list").stdout
             schedule.resume()
             again = wait_until(lambda: scheduled(front, deployment), "starts are planned again", 180)
             assert {run["parameters"]["config"]["trainer"]["max_staleness"] for run in again} == {7}
             assert ui.deployment(name).custom_run().value("Trainer", "Staleness bound") == "7"
     finally:
-        removed = front.command("schedule", "remove", "nightly")
+        removed = front.command("schedule", "remove", "at-three")
     assert removed.returncode == 0, removed.stderr
 
 
