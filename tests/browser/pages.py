@@ -10,6 +10,12 @@ from playwright.sync_api import Locator, Page, expect
 from tests.browser.form import RunForm, until_not_busy
 
 RELOADS = 20
+# at one moment: the page may be drawing it again
+ROWS = """table => {
+  const names = [...table.tHead.querySelectorAll("th")].map(cell => cell.innerText.trim());
+  const row = cells => Object.fromEntries(names.map((name, at) => [name, cells[at]?.innerText.trim() ?? ""]));
+  return [...table.tBodies[0].rows].map(one => row(one.cells));
+}"""
 ENDS = ("Completed", "Failed", "Crashed", "Cancelled")
 
 
@@ -232,14 +238,10 @@ class ArtifactPage:
         return self.panel.inner_text()
 
     def table(self) -> list[dict[str, str]]:
-        """The first table's rows, as they are shown."""
+        """The first table's rows, as they are shown, once it is drawn."""
         table = self.panel.locator("table").first
-        expect(table.locator("tbody tr").first).to_be_visible()  # drawn a little later
-        names = table.locator("thead th").all_inner_texts()
-        return [
-            dict(zip(names, row.locator("td").all_inner_texts(), strict=True))
-            for row in table.locator("tbody tr").all()
-        ]
+        expect(table.locator("tbody tr td").last).to_be_visible()
+        return list(table.evaluate(ROWS))
 
     def pictures(self) -> list[tuple[int, int]]:
         """Width and height of the pictures that were really drawn, those of the description too."""

@@ -107,9 +107,9 @@ def test_a_run_is_started_and_cancelled_from_a_browser(
         listed = dict(line.split() for line in bed.command("squeue", "-h", "-u", USER, "-o", "%i %T").splitlines())
         assert list(listed.values()) == ["RUNNING", "RUNNING"]
         assert run_page.artifacts(3)["slipstream-jobs"]
-        shown = run_page.artifact("slipstream-jobs").table()
-        assert {row["job"] for row in shown} == set(listed)
-        assert {row["state"] for row in shown} == {"running"}
+        jobs = run_page.artifact("slipstream-jobs")
+        running = {(job, "running") for job in listed}
+        wait_until(lambda: {(row["job"], row["state"]) for row in jobs.table()} == running, f"the page shows {running}")
         run_page = ui.flow_run(run_page.flow_run_id)
         run_page.cancel()
         run_page.wait_state("Cancelled", seconds=PATIENCE_S)
