@@ -39,7 +39,7 @@ test-integration: setup  ## real servers, learners and flows on this machine
 
 test-front: setup  ## the Prefect front door: real server, workers, runs and Chromium; without a browser those tests are skipped
 	@$(PY) -m tests.browser.install --if-possible
-	HF_HUB_OFFLINE=1 nice -n 5 $(PY) -m pytest -v --junitxml=$(REPORTS)/front.xml tests/front 2>&1 | (trap "" INT TERM; exec sed -u "s/^/front: /")
+	HF_HUB_OFFLINE=1 nice -n 5 $(PY) -m pytest -v -n 2 --dist loadfile --junitxml=$(REPORTS)/front.xml tests/front 2>&1 | (trap "" INT TERM; exec sed -u "s/^/front: /")
 
 test-here: setup  ## both of them, one after the other, each whatever became of the other
 	@$(MAKE) --no-print-directory test-integration; code=$$?; $(MAKE) --no-print-directory test-front && exit $$code

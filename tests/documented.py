@@ -67,6 +67,9 @@ COMMANDS: Mapping[str, Mapping[str, How] | ByTest] = {
         ".venv/bin/slipstream down": ByTest("tests/front/test_up.py::test_its_end_ends_no_run_and_no_job"),
     },
     "docs/hpc.md": {
+        ".venv/bin/slipstream deploy --notify slack-webhook/team": ByTest(
+            "tests/front/test_deploy.py::test_who_is_to_be_told"
+        ),
         "make setup": NotRun("`make test` begins with it"),
         "cp slurm/profiles/slurm.toml slurm/profiles/mine.toml": NotRun("a copy of a file in the checkout"),
         ".venv/bin/slipstream doctor mine --config my.toml": ByTest(

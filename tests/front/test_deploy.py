@@ -99,6 +99,32 @@ def test_how_many_trainings_at_once(front: Front) -> None:
         front.ask("PATCH", pool, {"concurrency_limit": None})
 
 
+def test_who_is_to_be_told(front: Front) -> None:
+    """A block that is there gives automations, once; one that is not is refused, with those that are."""
+    words = ("deploy", "--preset", str(front.preset), "--notify")
+    kind = front.ask("GET", "block_types/slug/slack-webhook")["id"]
+    wanted = {"block_schemas": {"block_type_id": {"any_": [kind]}}}
+    schema = front.ask("POST", "block_schemas/filter", wanted)[0]["id"]
+    block = {"name": "team", "block_type_id": kind, "block_schema_id": schema}
+    front.ask("POST", "block_documents/", {**block, "data": {"url": "https://hooks.slack.com/services/none"}})
+
+    def automations() -> list[str]:
+        return sorted(one["name"] for one in front.ask("POST", "automations/filter", {}))
+
+    refused = front.command(*words, "slack-webhook/taem")
+    assert refused.returncode != 0
+    assert "slack-webhook/taem" in refused.stderr
+    assert "slack-webhook/team" in refused.stderr
+    assert automations() == []
+    made = front.command(*words, "slack-webhook/team")
+    assert made.returncode == 0, made.stderr
+    assert len(there := automations()) >= 3
+    assert all(name.startswith(f"slipstream {INSTANCE}: ") for name in there)
+    again = front.command(*words, "slack-webhook/team")
+    assert automations() == there
+    assert again.stdout.count("unchanged") >= len(there)
+
+
 def test_prune_shows_and_then_removes_only_its_own(front: Front) -> None:
     flow = front.ask("POST", "flows/", {"name": "train"})["id"]
     ours, theirs = ["slipstream", f"slipstream:{INSTANCE}"], ["slipstream", "slipstream:bob"]
