@@ -9,11 +9,15 @@ import contextlib
 import os
 import runpy
 import sys
+from collections.abc import Set
 from pathlib import Path
+
+import psutil
 
 from flows.up_state import logs
 
-KEPT = 200  # files of flow runs; older ones are removed
+KEPT = 200  # files of flow runs that have ended; older ones are removed
+FLOW_RUN_ENV = "PREFECT__FLOW_RUN_ID"
 
 
 def log_file(flow_run_id: str) -> Path:
@@ -31,10 +35,23 @@ def _redirect(path: Path) -> None:
     os.close(fd)
 
 
-def remove_old(folder: Path, kept: int = KEPT) -> None:
-    """Remove all but the newest `kept` logs. What somebody else removes meanwhile does no harm."""
+def living() -> set[str]:
+    """Ids of the flow runs whose processes live here."""
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.Error):
+            if "flows.engine" in (process.info["cmdline"] or []):
+                found.add(process.environ().get(FLOW_RUN_ENV, ""))
+    return found
+
+
+def remove_old(folder: Path, kept: int = KEPT, spared: Set[str] = frozenset()) -> None:
+    """Remove all but the newest `kept` logs; those of the flow runs in `spared` stay, however old: a run of weeks writes
+    little. What somebody else removes meanwhile does no harm."""
     found = []
     for path in folder.glob("*.log"):
+        if path.stem in spared:
+            continue
         with contextlib.suppress(OSError):
             found.append((path.stat().st_mtime, path))
     for _, path in sorted(found, reverse=True)[kept:]:
@@ -45,10 +62,10 @@ def remove_old(folder: Path, kept: int = KEPT) -> None:
 def main() -> None:
     with contextlib.suppress(PermissionError):  # the leader of a session already
         os.setsid()
-    path = log_file(os.environ.get("PREFECT__FLOW_RUN_ID") or "unknown")
+    path = log_file(os.environ.get(FLOW_RUN_ENV) or "unknown")
     try:
         _redirect(path)
-        remove_old(path.parent)
+        remove_old(path.parent, spared=living())
     except OSError as error:  # a full disk must not keep a run from its leader
         print(f"{path}: {error}", file=sys.stderr)
     runpy.run_module("prefect.engine", run_name="__main__")

@@ -1,13 +1,15 @@
 """The flow of reconciliation, for a deployment that runs every minute."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
-from prefect.runtime import deployment
+from prefect.runtime import deployment, flow_run
 from prefect.states import Completed
 from pydantic import Field
 
+from flows.engine import log_file
 from flows.prefect_rest import PrefectAway
 from flows.reconciliation import prefect_here, reconcile_all
 from tasks.reconcile_policy import Act
@@ -45,6 +47,8 @@ def reconcile(
     if eventful or not deployment.id:
         return eventful
     _remove_uneventful(str(deployment.id))
+    with contextlib.suppress(OSError):  # nothing is in it that anybody would look for
+        log_file(str(flow_run.id)).unlink()
     return Completed(name=UNEVENTFUL, message="nothing was to be done")
 
 

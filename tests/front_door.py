@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,22 @@ class Front:
             assert time.monotonic() < end, f"{found['state']}\n{last_lines(self.log_of(flow_run_id))}"
             time.sleep(0.3)
         return found
+
+    def wait_passes(self, count: int) -> list[str]:
+        """Ids of so many passes of reconciliation that have begun and completed from now on, by its schedule."""
+        own = self.find_deployment(f"reconcile/{INSTANCE}.reconcile")["id"]
+        since = datetime.now(UTC).isoformat()
+        begun = {
+            "deployment_id": {"any_": [own]},
+            "start_time": {"after_": since},
+            "state": {"type": {"any_": ["COMPLETED"]}},
+        }
+
+        def passes() -> list[str]:
+            found = [one["id"] for one in self.ask("POST", "flow_runs/filter", {"flow_runs": begun})]
+            return found if len(found) >= count else []
+
+        return wait_until(passes, f"{count} passes of reconciliation", PATIENCE_S)  # type: ignore[no-any-return]
 
     def log_of(self, flow_run_id: str) -> Path:
         return self.home / "logs" / "flow-runs" / f"{flow_run_id}.log"

@@ -99,6 +99,26 @@ def test_how_many_trainings_at_once(front: Front) -> None:
         front.ask("PATCH", pool, {"concurrency_limit": None})
 
 
+def test_looking_after_runs_waits_for_no_run(front: Front) -> None:
+    """A pass that had to wait for a free place among the trainings would come when the last of them has ended."""
+    pool = f"work_pools/slipstream-{INSTANCE}"
+    front.ask("PATCH", pool, {"concurrency_limit": 1})
+    front.hold("busy")
+    try:
+        first = front.submit()
+        front.wait_state(first, "RUNNING")
+        second = front.submit()
+        looked = front.wait_passes(2)
+        assert front.state(first) == "RUNNING"
+        assert front.state(second) == "SCHEDULED"
+        assert looked
+    finally:
+        front.ask("PATCH", pool, {"concurrency_limit": None})
+        front.release("busy")
+    for flow_run in (first, second):
+        assert front.wait_state(flow_run)["state_type"] == "COMPLETED"
+
+
 def test_who_is_to_be_told(front: Front) -> None:
     """A block that is there gives automations, once; one that is not is refused, with those that are."""
     words = ("deploy", "--preset", str(front.preset), "--notify")

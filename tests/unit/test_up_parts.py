@@ -194,6 +194,15 @@ def test_old_logs_of_flow_runs_are_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.log", "1.log"]
 
 
+def test_the_log_of_a_flow_that_lives_stays_however_old(tmp_path: Path) -> None:
+    for age, name in enumerate(("new", "newer", "old", "living")):
+        path = tmp_path / f"{name}.log"
+        path.touch()
+        os.utime(path, (1000 - age, 1000 - age))
+    remove_old(tmp_path, kept=2, spared={"living"})
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["living", "new", "newer"]
+
+
 def test_the_last_words_name_what_goes_on() -> None:
     assert farewell([]) == "the server and the workers have ended; no run and no job was ended"
     assert farewell([7]).endswith("\n  1 run goes on: process 7")
