@@ -47,7 +47,7 @@ class Ranking:
     Attributes:
         metric: what was compared: the wanted one, or the training reward where no cell has measured it.
         target: value of it for time-to-reward; None where nothing was measured.
-        best: id of the finished cell with the highest final value; None where none has one.
+        best: id of the finished cell with the highest final value, of equal ones the fastest; None where none has one.
         notes: what a reader must know about the numbers.
     """
 
@@ -91,9 +91,14 @@ def rank(results: Sequence[CellResult], metric: str, target: float | None) -> Ra
     }
     on_front = front(points)
     rows = [Row(**{**row.__dict__, "on_front": row.id in on_front}) for row in rows]
-    rows.sort(key=lambda row: (row.state != FINISHED, row.reward is None, -(row.reward or 0.0), row.id))
+    rows.sort(key=_place)
     best = next((row.id for row in rows if row.state == FINISHED and row.reward is not None), None)
     return Ranking(tuple(rows), metric, target, best, tuple(notes))
+
+
+def _place(row: Row) -> tuple[bool, bool, float, float, str]:
+    """Finished ones first, then by the final value; of equal ones the faster, so that the best is on the front."""
+    return row.state != FINISHED, row.reward is None, -(row.reward or 0.0), -(row.tokens_per_s or 0.0), row.id
 
 
 def _row(result: CellResult, metric: str, target: float | None) -> Row:

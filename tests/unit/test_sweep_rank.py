@@ -123,6 +123,14 @@ def test_the_front_is_what_nothing_beats(points: dict[str, tuple[float, float]])
     assert bool(found) == bool(points)
 
 
+@given(points)
+def test_the_best_cell_is_on_the_front(points: dict[str, tuple[float, float]]) -> None:
+    """Also where several have the highest value."""
+    ranking = rank([cell(name, curve=[reward], rate=rate) for name, (reward, rate) in points.items()], HELD_OUT, None)
+    assert ranking.best is None or ranking.row(ranking.best).on_front
+    assert (ranking.best is None) == (not points)
+
+
 def grid() -> SweepReport:
     results = [
         cell(
