@@ -244,7 +244,8 @@ class ArtifactPage:
         return list(table.evaluate(ROWS))
 
     def pictures(self) -> list[tuple[int, int]]:
-        """Width and height of the pictures that were really drawn, those of the description too."""
+        """Width and height of the pictures that were really drawn, those of the description too, once there is one."""
+        expect(self.page.get_by_role("main").locator("img").last).to_be_visible()
         sizes = (
             self.page.get_by_role("main")
             .locator("img")
