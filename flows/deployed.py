@@ -34,7 +34,7 @@ from tasks.interrupt import uninterrupted
 from tasks.leads import asked_for
 from tasks.observe import newest_attempt
 from tasks.origin import Origin, begun_by, origin_here, read_origin, write_origin
-from tasks.outcome import NothingToResume, RunCancelled, RunFailed, outcome_of, read_outcome
+from tasks.outcome import NothingToResume, RunCancelled, RunFailed, read_outcome
 from tasks.records import log_event, read_faults
 from tasks.stored import all_jobs
 from tasks.sweep_parent import sweep_cancelled
@@ -192,12 +192,7 @@ def _end(run: RunFolder, start: Start, error: BaseException) -> None:
             log_event(run, newest_attempt(run), f"flow run {start.flow_run} stops leading ({type(error).__name__})")
             leasing.release(run)
             return
-        ended = outcome_of(error)
-        if ended.kind is Kind.CANCELLED:
-            stopping.request_cancel(run, "Prefect", ended.reason)
-        stopping.stop_jobs(run)
-        finishing.finish_failed(run, error)
-        leasing.release(run)
+        finishing.end_with(run, error, "Prefect")
 
 
 def _is_cancelled(run: RunFolder, start: Start) -> bool:

@@ -10,7 +10,6 @@ from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from cluster.decide import Kind
 from flows import steps
 from flows.deployed import here, lead
 from flows.refused import refusing
@@ -19,9 +18,7 @@ from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from tasks import finish as finishing
 from tasks import lease as leasing
-from tasks import stop as stopping
 from tasks.interrupt import uninterrupted
-from tasks.outcome import outcome_of
 
 
 def _run_attempt(run_dir: str) -> str:
@@ -38,12 +35,7 @@ def _led(run_dir: str) -> str:
         steps.supervise(run_dir)
     except BaseException as error:
         with uninterrupted():
-            ended = outcome_of(error)
-            if ended.kind is Kind.CANCELLED:
-                stopping.request_cancel(run, "flow", ended.reason)
-            stopping.stop_jobs(run)
-            finishing.finish_failed(run, error)
-            leasing.release(run)
+            finishing.end_with(run, error, "flow")
         raise
     leasing.release(run)
     steps.finish(run_dir)

@@ -3,11 +3,13 @@
 import contextlib
 from pathlib import Path
 
+from cluster.decide import Kind
 from slipstream.run_folder import RunFolder
 from tasks.lease import release
 from tasks.observe import newest_attempt
 from tasks.outcome import Outcome, outcome_of, read_outcome, write_outcome
 from tasks.records import log_event
+from tasks.stop import request_cancel, stop_jobs
 from tasks.supervise import Watcher, supervise
 from tasks.sweep_folder import SweepFolder, is_sweep
 
@@ -34,6 +36,20 @@ def finish_failed(run: RunFolder, error: BaseException) -> None:
             write_outcome(run, outcome, newest_attempt(run))
             log_event(run, newest_attempt(run), f"{outcome.kind}: {outcome.reason}")
         finish(run)
+
+
+def end_with(run: RunFolder, error: BaseException, who: str) -> None:
+    """End a run that `error` ended: no job is left, how it ended is told, and the lease given back.
+
+    Args:
+        who: asked for it, for the record of a cancel.
+    """
+    ended = outcome_of(error)
+    if ended.kind is Kind.CANCELLED:
+        request_cancel(run, who, ended.reason)
+    stop_jobs(run)
+    finish_failed(run, error)
+    release(run)
 
 
 def supervise_to_the_end(run: RunFolder, on_observation: Watcher | None = None) -> Outcome:
