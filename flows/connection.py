@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from flows.prefect_api import QUIET, PrefectUnavailable, check_reachable, configured_api
-from flows.up_state import Up, auth_string, prefect_home, running
+from flows.up.state import Up, auth_string, prefect_home, running
 
 PROBE_TIMEOUT_S = 30.0
 

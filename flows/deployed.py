@@ -20,10 +20,10 @@ from cluster.decide import Kind
 from cluster.profile import ClusterError
 from flows import steps
 from flows.masking import mask_of
+from flows.page.run import showing
 from flows.predecessor import skipped
 from flows.prefect_rest import CANCELS, FlowRun, PrefectAway, PrefectRest
 from flows.refused import show_refusal
-from flows.run_page import showing
 from slipstream.config_file import ConfigError
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, RunFolderError

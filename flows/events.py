@@ -1,7 +1,7 @@
 """Events of a run, tied to its flow run: what happened, and which of it is still to be told.
 
 Whoever tells an event twice (two processes of one run, or one that was killed before it could remember) sends the same id,
-of which Prefect's server keeps one. Nothing here talks to a server; `flows.page_api` does.
+of which Prefect's server keeps one. Nothing here talks to a server; `flows.page.api` does.
 """
 
 import uuid
@@ -13,7 +13,7 @@ from typing import Any
 from cluster.decide import Kind
 from flows.cli.progress import phase_text
 from flows.names import TAG
-from flows.page_facts import Facts, Recovery
+from flows.page.facts import Facts, Recovery
 
 STARTED, HEARTBEAT, RECOVERED = f"{TAG}.started", f"{TAG}.heartbeat", f"{TAG}.recovered"
 FINISHED, FAILED, CANCELLED = f"{TAG}.finished", f"{TAG}.failed", f"{TAG}.cancelled"

@@ -9,9 +9,9 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed
 from pydantic import Field
 
-from flows.engine import log_file
 from flows.prefect_rest import PrefectAway
 from flows.reconciliation import prefect_here, reconcile_all
+from flows.up.engine import log_file
 from tasks.reconcile_policy import Act
 
 ROOTS = Field(

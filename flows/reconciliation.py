@@ -178,7 +178,7 @@ class Pass:
         with contextlib.suppress(OSError, DamagedFile):
             flow = self._flows.get(str(read_object(run.path / "origin.json").get("flow_run") or ""))
             if flow is not None and self._rest is not None and not self._away:
-                from flows.page_rest import show_end  # takes longer to import than a pass without events
+                from flows.page.rest import show_end  # takes longer to import than a pass without events
 
                 show_end(self._rest, run, flow)
 

@@ -13,8 +13,8 @@ from prefect.cache_policies import NO_CACHE
 from cluster.clients import ClusterAway
 from cluster.decide import Decision, Observation
 from cluster.jobs import JobRecord
+from flows.deploy.profile_blocks import with_profile_file
 from flows.masking import mask_of, masking_failures
-from flows.profile_blocks import with_profile_file
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from tasks import finish as finishing

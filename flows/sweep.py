@@ -18,11 +18,11 @@ from prefect.states import Cancelled, Completed, Failed, State
 from pydantic import Field
 
 from flows.deployed import asked_prefect
+from flows.page.sweep import SweepPage
 from flows.predecessor import skipped
 from flows.refused import show_refusal
 from flows.sweep_cells import PrefectCells
 from flows.sweep_form import SweepForm, form_of, spec_of
-from flows.sweep_page import SweepPage
 from slipstream.config_file import ConfigError
 from slipstream.instance import instance_id
 from slipstream.run_folder import RunFolderError, new_run_id

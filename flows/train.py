@@ -12,8 +12,8 @@ from pydantic import Field
 
 from flows import steps
 from flows.deployed import here, lead
+from flows.page.run import showing
 from flows.refused import refusing
-from flows.run_page import showing
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from tasks import finish as finishing

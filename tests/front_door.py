@@ -255,7 +255,7 @@ def flow_processes(home: Path) -> list[int]:
     found = []
     for process in psutil.process_iter():
         try:
-            if "flows.engine" in process.cmdline() and process.environ().get("SLIPSTREAM_HOME") == str(home):
+            if "flows.up.engine" in process.cmdline() and process.environ().get("SLIPSTREAM_HOME") == str(home):
                 found.append(process.pid)
         except psutil.Error:
             continue

@@ -60,7 +60,7 @@ def up(
 
     It runs until Ctrl-C, which ends no run and no job.
     """
-    from flows.up import SERVER, WORKERS, Asked, Upholder
+    from flows.up.run import SERVER, WORKERS, Asked, Upholder
 
     _use(instance)
     words = [part for path in presets for part in ("--preset", str(path.absolute()))]
@@ -73,7 +73,7 @@ def up(
             raise click.UsageError("--print belongs to --install")
         if only:
             raise click.UsageError("--install and --uninstall are about both parts: leave --only out")
-        from flows import install as installing
+        from flows.up import install as installing
         from slipstream.instance import instance_id
 
         if uninstall:
@@ -130,7 +130,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 @fail_plainly
 def down() -> int:
     """End what `slipstream up` started; runs go on."""
-    from flows.up import bring_down
+    from flows.up.run import bring_down
 
     return bring_down(_say)
 
@@ -167,7 +167,7 @@ def deploy(
     It may be run again and again: what people have paused, scheduled or edited there stays.
     """
     from flows.connection import asks_nobody, connect, is_loopback
-    from flows.presets import load_presets
+    from flows.deploy.presets import load_presets
     from slipstream.instance import instance_id
 
     if yes and not prune:
@@ -182,8 +182,8 @@ def deploy(
         )
     import asyncio
 
-    from flows import apply
-    from flows.deployments import wanted
+    from flows.deploy import apply
+    from flows.deploy.deployments import wanted
 
     want = wanted(
         instance_id(),
@@ -207,7 +207,7 @@ def deploy(
     if notify:
         from prefect.client.orchestration import get_client
 
-        from flows.notifications import apply_notifications, find_block
+        from flows.deploy.notifications import apply_notifications, find_block
 
         with get_client(sync_client=True) as client:
             for block in notify:

@@ -23,7 +23,7 @@ def fail_plainly(command: Callable[..., int]) -> Callable[..., None]:
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         from cluster.profile import ClusterError
-        from flows.up_state import UpError
+        from flows.up.state import UpError
         from slipstream.config_file import ConfigError
         from slipstream.instance import InstanceError
         from slipstream.run_folder import RunFolderError

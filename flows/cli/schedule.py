@@ -9,7 +9,7 @@ from flows.cli.plain import SET, fail_plainly
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from flows.schedules import Schedule
+    from flows.deploy.schedules import Schedule
 
 INSTANCE = click.option(
     "--instance", metavar="ID", help="Whose schedules; by default SLIPSTREAM_INSTANCE, or your name."
@@ -43,16 +43,16 @@ def add(
     from datetime import UTC, datetime
 
     from flows.connection import connect
-    from flows.zones import machine_zone, zone
+    from flows.deploy.zones import machine_zone, zone
     from slipstream.instance import instance_id
 
     whose, now = instance_id(instance), datetime.now(UTC)
     where = zone(timezone if timezone is not None else machine_zone())
     connection = connect()
-    from flows.cron import change_text, check_cron, touched
-    from flows.scheduled import work_of
-    from flows.schedules import add as register
-    from flows.schedules import check_name, schedules
+    from flows.deploy.cron import change_text, check_cron, touched
+    from flows.deploy.scheduled import work_of
+    from flows.deploy.schedules import add as register
+    from flows.deploy.schedules import check_name, schedules
 
     check_cron(cron, now)
     work = work_of(what, overrides, whose)
@@ -85,7 +85,7 @@ def list_schedules(instance: str | None) -> int:
 
     whose = instance_id(instance)
     connect()
-    from flows.schedules import schedules
+    from flows.deploy.schedules import schedules
 
     found = schedules(whose, datetime.now(UTC))
     if not found:
@@ -121,7 +121,7 @@ def _set_active(name: str, instance: str | None, active: bool) -> int:
 
     whose = instance_id(instance)
     connect()
-    from flows.schedules import set_active
+    from flows.deploy.schedules import set_active
 
     click.echo("\n".join(_lines(set_active(whose, name, active, datetime.now(UTC)))))
     return 0
@@ -138,7 +138,7 @@ def remove(name: str, instance: str | None) -> int:
 
     whose = instance_id(instance)
     connect()
-    from flows.schedules import remove as delete
+    from flows.deploy.schedules import remove as delete
 
     click.echo(f"removed {delete(whose, name)}; runs that it has started go on")
     return 0

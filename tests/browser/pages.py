@@ -245,10 +245,8 @@ class ArtifactPage:
 
     def pictures(self) -> list[tuple[int, int]]:
         """Width and height of the pictures that were really drawn, those of the description too, once there is one."""
-        expect(self.page.get_by_role("main").locator("img").last).to_be_visible()
-        sizes = (
-            self.page.get_by_role("main")
-            .locator("img")
-            .evaluate_all("all => all.map(one => [one.naturalWidth, one.naturalHeight])")
-        )
+        images = self.page.get_by_role("main").locator("img[src]")  # the editor has others, which are never shown
+        expect(images.first).to_be_visible()
+        self.page.wait_for_function("[...document.querySelectorAll('main img[src]')].every(one => one.complete)")
+        sizes = images.evaluate_all("all => all.map(one => [one.naturalWidth, one.naturalHeight])")
         return [(width, height) for width, height in sizes if width and height]

@@ -6,7 +6,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from flows.cron import change_text, check_cron, starts, touched
+from flows.deploy.cron import change_text, check_cron, starts, touched
 from slipstream.config_file import ConfigError
 
 NOW = datetime(2026, 11, 30, 12, tzinfo=UTC)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cluster.profile import load_profile
-from flows.forms import fields
+from flows.deploy.forms import fields
 from tests.front_door import INSTANCE, PATIENCE_S, Front
 from tests.prefect_server import ROOT
 
@@ -61,7 +61,7 @@ def test_its_deployments_hold_the_whole_preset_and_enforce_their_form(front: Fro
     template = front.ask("GET", f"work_pools/slipstream-{INSTANCE}")["base_job_template"]
     defaults = {key: value.get("default") for key, value in template["variables"]["properties"].items()}
     assert defaults["stream_output"] is False
-    assert defaults["command"].endswith("-m flows.engine")
+    assert defaults["command"].endswith("-m flows.up.engine")
 
 
 def test_what_people_have_set_stays(front: Front) -> None:
@@ -166,10 +166,10 @@ def test_prune_shows_and_then_removes_only_its_own(front: Front) -> None:
 BLOCK = f"{INSTANCE}-slurm"
 BLOCKS = """
 import asyncio
-from flows.apply import apply
-from flows.deployments import ProfileBlock as Wanted1, Wanted
-from flows.presets import load_presets
-from flows.profile_blocks import ProfileBlock, with_profile_file
+from flows.deploy.apply import apply
+from flows.deploy.deployments import ProfileBlock as Wanted1, Wanted
+from flows.deploy.presets import load_presets
+from flows.deploy.profile_blocks import ProfileBlock, with_profile_file
 
 def made(**values):
     block = Wanted1("tester-changing", "slurm.toml", {"executor": "slurm", **values})

@@ -15,15 +15,15 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Completed, Crashed, Failed, Running
 
-from flows import notifications
-from flows.events import RECOVERED, Due, FlowRun, as_json, run_resource, sweep_finished, sweep_resource
-from flows.notifications import (
+from flows.deploy import notifications
+from flows.deploy.notifications import (
     NotificationBlockError,
     apply_notifications,
     find_block,
     notification_automations,
     our_automations,
 )
+from flows.events import RECOVERED, Due, FlowRun, as_json, run_resource, sweep_finished, sweep_resource
 from tests.prefect_server import PASSWORD, PrefectServer
 from tests.waiting import wait_until
 

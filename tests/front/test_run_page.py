@@ -11,8 +11,8 @@ import pytest
 from playwright.sync_api import Page, sync_playwright
 
 from flows import events
-from flows.page_content import COMPLETIONS, CURVES, JOBS, KEYS, PROGRESS, RECOVERIES, RUN
-from flows.run_page import showing
+from flows.page.content import COMPLETIONS, CURVES, JOBS, KEYS, PROGRESS, RECOVERIES, RUN
+from flows.page.run import showing
 from slipstream.run_folder import RunFolder, read_json
 from tests.page_runs import EVIL, breaks, completes, ends, learns, new_run
 from tests.prefect_server import (
@@ -230,7 +230,7 @@ def test_a_server_that_goes_away_costs_the_run_nothing(server: PrefectServer, st
     assert "step 2" not in artifacts(server, flow_run)[RUN]["description"]
     # whoever looks after the run later brings its page up to date
     script = (
-        "import sys\nfrom flows.events import FlowRun\nfrom flows.run_page import show_once\n"
+        "import sys\nfrom flows.events import FlowRun\nfrom flows.page.run import show_once\n"
         "from slipstream.run_folder import RunFolder\n"
         "sys.exit(0 if show_once(RunFolder(sys.argv[1]), FlowRun(sys.argv[2])) else 1)\n"
     )

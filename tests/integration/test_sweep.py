@@ -202,6 +202,7 @@ def test_a_budget_stops_the_sweep_and_a_larger_one_continues_it(folder: Path) ->
     assert "budget of 1e-06 GPU hours is spent" in look.results[0].reason
     assert look.results[0].gpu_hours > 1e-6
     assert (sweep.outcome()["left"], sweep.is_over(), sweep.run("c01").path.exists()) == (True, False, False)
+    go_on(folder / "runs")
     sweep.write_spec(sweep.spec().model_copy(update={"gpu_hours": 100.0}))
     look = drive(sweep, cells(sweep), poll_s=POLL_S)
     assert states(look) == {"c00": "finished", "c01": "finished"}

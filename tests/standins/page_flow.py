@@ -12,8 +12,8 @@ from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
 from prefect.states import Pending, Scheduled
 
-from flows import run_page
-from flows.run_page import showing
+from flows.page import run as run_page
+from flows.page.run import showing
 from slipstream.run_folder import RunFolder, write_json
 
 run_page.UPDATE_S = 0.5

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from flows.deployments import FlowFacts, Wanted, block_name, differences, digest, empty_form, superfluous, wanted
-from flows.forms import fields, parameter_fields, readable
-from flows.presets import EXAMPLES, load_presets
+from flows.deploy.deployments import FlowFacts, Wanted, block_name, differences, digest, empty_form, superfluous, wanted
+from flows.deploy.forms import fields, parameter_fields, readable
+from flows.deploy.presets import EXAMPLES, load_presets
 from slipstream.config_file import ConfigError, parse_config
 from slipstream.run_config import RunConfig
 

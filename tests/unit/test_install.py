@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows.install import Place, cron_lines, has_user_systemd, here, install, show, uninstall, units, with_block
-from flows.up_state import UpError, holding
+from flows.up.install import Place, cron_lines, has_user_systemd, here, install, show, uninstall, units, with_block
+from flows.up.state import UpError, holding
 
 PLACE = Place(
     "alice",

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from cluster.recovery import RELEASED
-from flows import page_content as content
 from flows.cli.snapshot import Snapshot
 from flows.masking import MASK, Mask
-from flows.page_content import Content, contents
-from flows.page_curves import Curves, draw_curves, thinned
-from flows.page_facts import Facts, done, left_s, read_facts
+from flows.page import content
+from flows.page.content import Content, contents
+from flows.page.curves import Curves, draw_curves, thinned
+from flows.page.facts import Facts, done, left_s, read_facts
 from slipstream.metrics.report import PANELS
 from slipstream.run_folder import RunFolder, append_jsonl, write_json
 from tests.page_runs import BEGAN, EVIL, VERDICT, beat, breaks, completes, ends, learns, new_run

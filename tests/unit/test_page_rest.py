@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.decide import Kind
-from flows.page_rest import RestPage, show_end
+from flows.page.rest import RestPage, show_end
 from flows.prefect_rest import FlowRun, PrefectAway, PrefectRest
 from slipstream.run_folder import RunFolder
 from slipstream.sweep.spec import parse_sweep
@@ -105,5 +105,5 @@ def test_which_flow_runs_go() -> None:
 
 def test_neither_needs_prefect() -> None:
     script = "import sys, flows.reconciliation; assert 'matplotlib' not in sys.modules, 'light'\n"
-    script += "import flows.page_rest; sys.exit('prefect' in sys.modules)"
+    script += "import flows.page.rest; sys.exit('prefect' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

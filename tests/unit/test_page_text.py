@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flows.masking import MASK, Mask, mask_of
-from flows.page_text import LINE, block, code, cut, table, visible
+from flows.page.text import LINE, block, code, cut, table, visible
 from slipstream.run_folder import RunFolder, write_json
 
 EVIL = "</code></pre><img src=x onerror=alert(1)> ![i](http://evil/i.png) [l](http://evil) <script>x</script>"

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from flows import events, run_page
+from flows import events
 from flows.events import FlowRun, sweep_finished, sweep_resource
-from flows.page_content import CURVES, JOBS, KEYS, PROGRESS, RECOVERIES, RUN
-from flows.page_curves import Curves
-from flows.run_page import Memory, Page
+from flows.page import run as run_page
+from flows.page.content import CURVES, JOBS, KEYS, PROGRESS, RECOVERIES, RUN
+from flows.page.curves import Curves
+from flows.page.run import Memory, Page
 from slipstream.run_folder import RunFolder, read_json, write_json
 from tests.page_runs import BEGAN, breaks, ends, learns, new_run
 

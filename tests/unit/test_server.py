@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flows.server import AskAgain
+from flows.up.server import AskAgain
 
 BODY = [
     {"type": "http.request", "body": b"a", "more_body": True},

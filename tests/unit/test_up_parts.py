@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows import up_state
 from flows.connection import connect, is_loopback
-from flows.engine import remove_old
 from flows.prefect_api import PrefectUnavailable
-from flows.supervised import MOST_WAIT_S, Supervised, rotate, wait_before
-from flows.up import farewell
+from flows.up import state as up_state
+from flows.up.engine import remove_old
+from flows.up.run import farewell
+from flows.up.supervised import MOST_WAIT_S, Supervised, rotate, wait_before
 from tests.waiting import wait_until
 
 
@@ -77,7 +77,7 @@ def test_the_port_is_kept_and_given_up_only_where_it_is_taken(home: Path) -> Non
 
 HOLD = """
 import sys, time
-from flows.up_state import holding
+from flows.up.state import holding
 with holding(["server"]) as free:
     print(free, flush=True)
     time.sleep(600)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flows.zones import Change, changes, machine_zone, troubled, zone
+from flows.deploy.zones import Change, changes, machine_zone, troubled, zone
 from slipstream.config_file import ConfigError
 
 START = datetime(2027, 1, 1, tzinfo=UTC)

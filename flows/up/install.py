@@ -14,9 +14,9 @@ from pathlib import Path
 
 from cluster.environment import SECRET
 from cluster.slurm import ALWAYS_KEPT
-from flows import up_state
 from flows.cli.plain import HOME
-from flows.up import COMMAND, SERVER, WORKERS
+from flows.up import state as up_state
+from flows.up.run import COMMAND, SERVER, WORKERS
 from slipstream.instance import HOME_ENV, INSTANCE_ENV, home, instance_id
 from slipstream.run_folder import write_atomic
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from slipstream.config_file import ConfigError, Problem, load_config
 from slipstream.run_config import RunConfig
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CUSTOM = "custom"  # the deployment without a preset
 VALID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")
 

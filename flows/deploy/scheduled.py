@@ -11,11 +11,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from flows.apply import known_flows
 from flows.cli.plain import HOME
-from flows.deployments import FlowFacts
+from flows.deploy.apply import known_flows
+from flows.deploy.deployments import FlowFacts
+from flows.deploy.presets import EXAMPLES, VALID
 from flows.names import care_pool, runs_pool
-from flows.presets import EXAMPLES, VALID
 from slipstream.config_file import ConfigError, Problem, load_config
 from tasks.prepare import check
 

@@ -23,11 +23,11 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound
 from prefect.server.schemas import schedules as server
 
-from flows.cron import dates
-from flows.deployments import PULL_STEP, SCHEDULED
+from flows.deploy.cron import dates
+from flows.deploy.deployments import PULL_STEP, SCHEDULED
+from flows.deploy.scheduled import SOURCE, Work
 from flows.names import TAG, deployment_name, instance_tag
 from flows.prefect_api import PrefectUnavailable
-from flows.scheduled import SOURCE, Work
 from slipstream.config_file import ConfigError, Problem
 
 VALID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")

@@ -27,10 +27,10 @@ from prefect.utilities.callables import parameter_schema
 from prefect.workers.process import ProcessWorker
 
 from cluster.profile import load_profile, profile_names
-from flows.deployments import COMPARED, Deployment, FlowFacts, Pool, Wanted, differences, digest, superfluous
-from flows.forms import parameter_fields, readable
+from flows.deploy.deployments import COMPARED, Deployment, FlowFacts, Pool, Wanted, differences, digest, superfluous
+from flows.deploy.forms import parameter_fields, readable
+from flows.deploy.profile_blocks import ProfileBlock, untouched, values_of
 from flows.names import instance_tag
-from flows.profile_blocks import ProfileBlock, untouched, values_of
 
 FLOWS = ("train", "sweep", "reconcile")
 PAGE = 200
@@ -49,7 +49,7 @@ def engine_command() -> str:
     """What a worker starts for a flow run, quoted for a shell."""
     import shlex
 
-    return shlex.join([sys.executable, "-m", "flows.engine"])
+    return shlex.join([sys.executable, "-m", "flows.up.engine"])
 
 
 def known_flows() -> dict[str, FlowFacts]:

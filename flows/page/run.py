@@ -20,9 +20,9 @@ from flows import events
 from flows.events import Due, FlowRun
 from flows.masking import mask_of
 from flows.names import TAG, instance_tag
-from flows.page_content import CURVES, KEYS, Content, contents
-from flows.page_curves import Curves, draw_curves
-from flows.page_facts import Facts, read_facts
+from flows.page.content import CURVES, KEYS, Content, contents
+from flows.page.curves import Curves, draw_curves
+from flows.page.facts import Facts, read_facts
 from slipstream.instance import InstanceError, instance_id
 from slipstream.run_folder import RunFolder, read_object, write_json
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Api(Protocol):
-    """What `flows.page_api.PageApi` is."""
+    """What `flows.page.api.PageApi` is."""
 
     def artifacts(self, flow_run_id: str, keys: tuple[str, ...]) -> dict[str, str]: ...
     def create(self, flow_run_id: str, key: str, kind: str, data: Any, description: str) -> str: ...
@@ -167,7 +167,7 @@ def show_once(run: RunFolder, flow_run: FlowRun, api: Api | None = None) -> bool
         if api is not None:
             page.update(api, last=True)
             return True
-        from flows.page_api import page_api
+        from flows.page.api import page_api
 
         with page_api() as settled:
             page.update(settled, last=True)
@@ -182,7 +182,7 @@ def _loop(page: Page, stopped: threading.Event, log: Any) -> None:
     while True:
         last = stopped.is_set()
         try:
-            from flows.page_api import page_api
+            from flows.page.api import page_api
 
             with page_api() as api:
                 while True:

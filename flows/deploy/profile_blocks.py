@@ -13,7 +13,7 @@ from prefect.blocks.core import Block
 from pydantic import Field, create_model
 
 from cluster.profile import ClusterError, ClusterProfile, load_profile
-from flows.deployments import digest
+from flows.deploy.deployments import digest
 from slipstream.config_file import ConfigError, Problem
 from slipstream.instance import home
 from slipstream.run_config import RunConfig

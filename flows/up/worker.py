@@ -1,4 +1,4 @@
-"""A Prefect worker whose end is nobody else's: `python -m flows.worker POOL`.
+"""A Prefect worker whose end is nobody else's: `python -m flows.up.worker POOL`.
 
 Prefect's own process worker ends the flow processes that it started when it ends itself, by a signal or because the API was
 away for some minutes. Ours leaves them to themselves: a flow process leads its run without a worker.

@@ -11,7 +11,7 @@ from zoneinfo import ZoneInfo
 
 from prefect.server.schemas import schedules as server
 
-from flows.zones import YEAR, Change, changes, troubled
+from flows.deploy.zones import YEAR, Change, changes, troubled
 from slipstream.config_file import ConfigError, Problem
 
 MOST_STARTS = 24 * 60  # a day of them, one a minute

@@ -11,9 +11,9 @@ from typing import Any
 from cluster.decide import Kind
 from flows.cli.progress import COLUMNS, clock, phase_text, sparkline
 from flows.cli.snapshot import HELD_OUT_OF_ONE, OF_ONE, history
-from flows.page_curves import Curves
-from flows.page_facts import Facts, Recovery, moment
-from flows.page_text import block, code, table
+from flows.page.curves import Curves
+from flows.page.facts import Facts, Recovery, moment
+from flows.page.text import block, code, table
 from slipstream.run_folder import is_number
 
 RUN, CURVES, PROGRESS = "slipstream-run", "slipstream-curves", "slipstream-progress"

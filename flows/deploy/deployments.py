@@ -1,4 +1,4 @@
-"""What an instance has on a Prefect server: work pools, deployments, blocks. Values only; `flows.apply` makes it so."""
+"""What an instance has on a Prefect server: work pools, deployments, blocks. Values only; `flows.deploy.apply` makes it so."""
 
 import hashlib
 import json
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flows.deploy.presets import CUSTOM
 from flows.names import TAG, care_pool, deployment_name, instance_tag, runs_pool
-from flows.presets import CUSTOM
 from flows.sweep_form import SweepForm
 from slipstream.run_config import RunConfig
 

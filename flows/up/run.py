@@ -19,12 +19,12 @@ from types import FrameType
 import httpx
 import psutil
 
-from flows import up_state
 from flows.cli.plain import HOME
 from flows.connection import Connection, connect
 from flows.names import care_pool, runs_pool
 from flows.prefect_api import QUIET, PrefectUnavailable
-from flows.supervised import Supervised, rotate
+from flows.up import state as up_state
+from flows.up.supervised import Supervised, rotate
 from slipstream.instance import HOME_ENV, INSTANCE_ENV, home, instance_id
 from slipstream.process import last_lines
 from tasks.interrupt import handling
@@ -191,7 +191,7 @@ class Upholder:
         up_state.prefect_home().mkdir(mode=0o700, exist_ok=True)
         up_state.logs().mkdir(mode=0o700, exist_ok=True)
         fd = self._listener.fileno()
-        argv = [sys.executable, "-m", "uvicorn", "--factory", "flows.server:create_app"]
+        argv = [sys.executable, "-m", "uvicorn", "--factory", "flows.up.server:create_app"]
         argv += ["--fd", str(fd), "--log-level", "warning", "--timeout-graceful-shutdown", "3", *PAGE_STAYS_HERE]
         self._step("starting the Prefect server (about 15 s)")
         server = self._add("server", argv, server_environment(), [fd])
@@ -253,7 +253,7 @@ class Upholder:
         for name, pool in (("worker", runs_pool(instance)), ("care worker", care_pool(instance))):
             log = up_state.logs() / f"{name.replace(' ', '-')}.log"
             before = log.stat().st_size if log.exists() else 0
-            workers.append((self._add(name, [sys.executable, "-m", "flows.worker", pool], environment), before))
+            workers.append((self._add(name, [sys.executable, "-m", "flows.up.worker", pool], environment), before))
         end = time.monotonic() + START_TIMEOUT_S
         while not all(_said(child.log, before) for child, before in workers):
             if time.monotonic() > end:
@@ -317,7 +317,7 @@ def flow_processes() -> list[int]:
     for process in psutil.process_iter(["cmdline", "uids"]):
         with contextlib.suppress(psutil.Error):
             words = process.info["cmdline"] or []
-            if "flows.engine" in words and process.info["uids"].real == os.getuid():
+            if "flows.up.engine" in words and process.info["uids"].real == os.getuid():
                 if process.environ().get(HOME_ENV) == str(home()):
                     found.append(process.pid)
     return sorted(found)

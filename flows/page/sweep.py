@@ -11,7 +11,7 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.events import emit_event
 
 from flows.events import sweep_resource
-from flows.sweep_text import PICTURES, TABLE, finished, pictures_text, table_text
+from flows.page.sweep_text import PICTURES, TABLE, finished, pictures_text, table_text
 from tasks.sweep import Look
 from tasks.sweep_folder import SweepFolder
 from tasks.sweep_report import report_of

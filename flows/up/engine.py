@@ -1,4 +1,4 @@
-"""The process of one flow run: `python -m flows.engine`, which a worker starts instead of `python -m prefect.engine`.
+"""The process of one flow run: `python -m flows.up.engine`, which a worker starts instead of `python -m prefect.engine`.
 
 It writes into a file of its own and not into the worker's pipe: the worker waits for the end of that pipe, which a child
 that outlives the flow (a job on this machine) would hold open, and a worker that dies would break it. It is in a session
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.up_state import logs
+from flows.up.state import logs
 
 KEPT = 200  # files of flow runs that have ended; older ones are removed
 FLOW_RUN_ENV = "PREFECT__FLOW_RUN_ID"
@@ -40,7 +40,7 @@ def living() -> set[str]:
     found = set()
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error):
-            if "flows.engine" in (process.info["cmdline"] or []):
+            if "flows.up.engine" in (process.info["cmdline"] or []):
                 found.add(process.environ().get(FLOW_RUN_ENV, ""))
     return found
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from flows import events
+from flows.page.run import show_once
+from flows.page.sweep_text import PICTURES, TABLE, finished, pictures_text, table_text
 from flows.prefect_rest import FlowRun, PrefectAway, PrefectRest
-from flows.run_page import show_once
-from flows.sweep_text import PICTURES, TABLE, finished, pictures_text, table_text
 from slipstream.run_folder import RunFolder
 from tasks.sweep_folder import SweepFolder, is_sweep
 from tasks.sweep_report import read_results, report_of
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class RestPage:
-    """What `flows.page_api.PageApi` is, over a connection without prefect. Every method raises PrefectAway."""
+    """What `flows.page.api.PageApi` is, over a connection without prefect. Every method raises PrefectAway."""
 
     def __init__(self, rest: PrefectRest) -> None:
         self._rest = rest
