@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -48,3 +49,25 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
+
+
+@contextlib.contextmanager
+def stopping(what: str, ask: Callable[[str], None] = lambda name: None) -> Iterator[None]:
+    """The first INT, TERM or HUP inside says that it stops `what`, calls `ask` with the signal's name and raises
+    KeyboardInterrupt; the others change nothing. Main thread only.
+    """
+    asked = False
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            return
+        asked = True
+        name = signal.Signals(number).name
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"\nstopping {what} ({name}); this takes some seconds", file=sys.stderr, flush=True)
+        ask(name)
+        raise KeyboardInterrupt
+
+    with handling(handle):
+        yield

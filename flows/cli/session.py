@@ -5,14 +5,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from flows.cli.progress import progress
 from flows.cli.summary import summary
 from flows.prefect_api import prefect_api
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
-from tasks.interrupt import handling
+from tasks.interrupt import stopping
 from tasks.outcome import RunCancelled
 from tasks.stop import request_cancel
 
@@ -22,20 +21,12 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 @contextmanager
 def stop_once(run: RunFolder) -> Iterator[None]:
     """The first INT, TERM or HUP stops the run, on storage and by KeyboardInterrupt; the others change nothing."""
-    asked = False
 
-    def handle(number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            return
-        asked = True
-        name = signal.Signals(number).name
-        print(f"\nstopping the run ({name}); this takes some seconds", file=sys.stderr, flush=True)
+    def ask(name: str) -> None:
         if run.run_file.exists():
             request_cancel(run, "command line", name)
-        raise KeyboardInterrupt
 
-    with handling(handle):
+    with stopping("the run", ask):
         yield
 
 

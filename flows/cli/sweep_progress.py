@@ -1,11 +1,9 @@
 """A sweep driven in the foreground: a table of its cells on a terminal, a line per change elsewhere."""
 
 import contextlib
-import signal
 import sys
 import time
 from collections.abc import Iterator
-from types import FrameType
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,7 +15,7 @@ from slipstream.sweep.expand import shown
 from slipstream.sweep.rank import CellResult
 from slipstream.sweep.schedule import Phase, Plan
 from slipstream.sweep.spec import SweepConfig
-from tasks.interrupt import handling
+from tasks.interrupt import stopping
 from tasks.sweep import Look, SweepStopped, Watcher, drive
 from tasks.sweep_cells import Cells
 from tasks.sweep_folder import SweepFolder
@@ -30,34 +28,13 @@ def drive_shown(sweep: SweepFolder, cells: Cells, retry_failed: bool, by_person:
     spec = sweep.spec()
     print(f"sweep folder: {sweep.path}", flush=True)
     try:
-        with stop_once(), _showing(spec) as tell:
+        with stopping("the cells"), _showing(spec) as tell:
             look = drive(sweep, cells, retry_failed, tell, by_person=by_person)
     except (KeyboardInterrupt, SweepStopped) as error:
         reason = f": {error}" if isinstance(error, SweepStopped) else ""
         print(f"stopped{reason}; go on with: slipstream sweep {sweep.path}", file=sys.stderr)
         return 130
     return _told(sweep, look)
-
-
-@contextlib.contextmanager
-def stop_once() -> Iterator[None]:
-    """The first INT, TERM or HUP stops the sweep by KeyboardInterrupt; the others change nothing."""
-    asked = False
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            return
-        asked = True
-        print(
-            f"\nstopping the cells ({signal.Signals(number).name}); this takes some seconds",
-            file=sys.stderr,
-            flush=True,
-        )
-        raise KeyboardInterrupt
-
-    with handling(handle):
-        yield
 
 
 @contextlib.contextmanager

@@ -67,3 +67,10 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_tests_that_the_design_names_are_there() -> None:
+    named = re.findall(r"`([a-z]+/test_\w+\.py)::(test_\w+)`", (DOCS / "design.md").read_text())
+    assert len(named) >= 12
+    tests = DOCS.parent / "tests"
+    assert not [f"{file}::{name}" for file, name in named if f"def {name}(" not in (tests / file).read_text()]
