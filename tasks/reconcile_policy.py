@@ -174,7 +174,7 @@ def _ended(run: Facts) -> Plan:
         if run.outcome is Kind.FINISH and state == "SCHEDULED":
             return Plan(Act.SET_STATE, said, truth)
         return nothing(f"{said}; its flow run is to start again")
-    if state == "PAUSED" or (state == "RUNNING" and run.age_s < SETTLE_S):
+    if state in ("RUNNING", "PAUSED") and run.age_s < SETTLE_S:
         return nothing(f"{said}; its flow is to tell it")
     return Plan(Act.SET_STATE, said, truth)
 

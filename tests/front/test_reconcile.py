@@ -149,7 +149,8 @@ def test_worker_and_flow_are_killed_and_a_person_cancels(front: Front) -> None:
 
 
 def test_a_live_run_keeps_its_leader_whatever_prefect_says(front: Front) -> None:
-    """Prefect crashes a live run after an outage, starts a second process where it is told to, and goes away for a while."""
+    """Prefect crashes a live run after an outage, starts a second process where it is told to, and goes away for a while;
+    a person pauses it in the page."""
     flow, run = front.submit("live")
     front.training(run)
     leader = front.leader(run)
@@ -162,6 +163,10 @@ def test_a_live_run_keeps_its_leader_whatever_prefect_says(front: Front) -> None
     wait_until(lambda: front.flow_run(flow)["run_count"] == 2, "a second process is started", PATIENCE_S)
     front.wait_state(flow, "RUNNING")
     assert (newest_term(run), front.leader(run)) == (1, leader)
+
+    front.call("POST", f"flow_runs/{flow}/set_state", {"state": {"type": "PAUSED", "name": "Paused"}})
+    assert acts(front.reconcile()[run.run_id]) == ["nothing"]
+    assert front.state(flow) == "PAUSED", "a person's pause stays; it holds nothing up"
 
     front.server.kill()
     front.go(run)

@@ -97,6 +97,8 @@ ROWS: list[tuple[str, Facts, Act, str]] = [
     ("ended, scheduler away", run(outcome=Kind.FAIL, live=JOBS, jobs_known=False), Act.NOTHING, ""),
     ("just ended", run(outcome=Kind.FINISH, age_s=1), Act.NOTHING, ""),
     ("finished", run(outcome=Kind.FINISH, age_s=SETTLE_S), Act.SET_STATE, "COMPLETED"),
+    ("finished, paused by a person", run("PAUSED", outcome=Kind.FINISH, age_s=SETTLE_S), Act.SET_STATE, "COMPLETED"),
+    ("just ended, paused by a person", run("PAUSED", outcome=Kind.FINISH, age_s=1), Act.NOTHING, ""),
     ("finished, crashed", run("CRASHED", outcome=Kind.FINISH), Act.SET_STATE, "COMPLETED"),
     ("failed", run("CRASHED", outcome=Kind.FAIL), Act.SET_STATE, "FAILED"),
     ("cancelled", run("CANCELLING", outcome=Kind.CANCELLED), Act.SET_STATE, "CANCELLED"),
