@@ -65,12 +65,27 @@ PYTHON
     else
         pip_quiet .venv-vllm/bin/pip install --quiet "$VLLM"
     fi
-    pip_quiet .venv-vllm/bin/pip install --quiet --no-deps -e .
+}
+
+finish_vllm() {
+    pip_quiet .venv-vllm/bin/pip install --quiet --no-deps -e .   # not beside .venv's: both write the same egg-info
     fingerprint .venv-vllm >.venv-vllm/.slipstream-setup
 }
 
 exec 9>.setup.lock
 command -v flock >/dev/null && flock 9   # two setups at once: the second waits, then finds nothing to do
+vllm=
+if [ "$VLLM" != none ] && ! fresh .venv-vllm; then
+    set -m   # a group of its own, so that what it has started ends with it
+    make_vllm &   # beside the other one: both mostly wait for downloads
+    vllm=$!
+    set +m
+    trap 'kill -- "-$vllm" 2>/dev/null || true' EXIT
+fi
 fresh .venv || make_main
-[ "$VLLM" = none ] || fresh .venv-vllm || make_vllm
+if [ -n "$vllm" ]; then
+    wait "$vllm" || exit 1
+    trap - EXIT
+    finish_vllm
+fi
 say "ready: .venv and .venv-vllm"
