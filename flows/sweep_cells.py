@@ -131,8 +131,9 @@ class PrefectCells:
         return str(known.id)
 
     def stop(self, cell: str, note: Note, why: str) -> None:
-        """A cell that has a run has been asked on storage, and its leader ends it."""
-        if self._sweep.run(cell).run_file.is_file():
+        """A cell that has a run has been asked on storage, where that is not full, and its leader ends it."""
+        run = self._sweep.run(cell)
+        if run.run_file.is_file() and run.cancel_file.exists():
             return
         found = (self._flow_runs() or {}).get(self._sweep.run_id(cell))
         if found is None or found.state is None or found.state.is_final():

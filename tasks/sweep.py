@@ -25,7 +25,7 @@ from tasks.interrupt import uninterrupted
 from tasks.lease import StepDown, claim, held_lease, release
 from tasks.outcome import NothingToResume, Outcome, outcome_record
 from tasks.records import forgive
-from tasks.stop import request_cancel
+from tasks.stop import request_cancel, stop_jobs
 from tasks.sweep_cells import Cells, NotNow, begin_note, requester, stop_cell, stop_unled
 from tasks.sweep_folder import Note, SweepFolder
 from tasks.sweep_report import Measuring, read_cell, result_of, write_report
@@ -156,7 +156,8 @@ class _Driver:
                     raise NothingToResume(f"another process drives {self.sweep.sweep_id} by now")
                 self._act(look, plan)
             except OSError as error:  # storage that does not answer: the cells go on, and are looked at again
-                self._say(f"the storage does not answer: {error}")
+                refused = f"{self.sweep.path.parent}: {error.strerror or error}"
+                self._say(f"{refused}: the sweep goes on once the storage is all right again")
             time.sleep(self._poll_s)
 
     def _asked(self) -> str:
@@ -260,16 +261,24 @@ class _Driver:
         while time.monotonic() < end:
             with contextlib.suppress(OSError):
                 look = self._look()
-                if not look.active:
-                    return look
                 for state in look.active:
                     if not state.asked:
                         self._stop(state, INTERRUPT, why)
+                if not [state for state in look.active if not self._is_stopped(state)]:
+                    return look
                 self._end_unled(look)
                 if self._tell is not None:
                     self._tell(look, Plan(reason="stopping the cells"))
             time.sleep(min(self._poll_s, 0.5))
         return look
+
+    def _is_stopped(self, state: CellState) -> bool:
+        """Whether a cell that nobody leads, and that nobody can be asked to end, has no job left: the disk is full."""
+        run = self.sweep.run(state.id)
+        if state.led or run.cancel_file.exists() or not run.run_file.is_file():
+            return False
+        stop_jobs(run)
+        return not run.cancel_file.exists()
 
     def _save(self) -> None:
         with contextlib.suppress(OSError):  # what it says can be read off the run folders, or is asked again

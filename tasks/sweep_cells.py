@@ -267,9 +267,9 @@ class LocalCells:
             note.pid, note.started, note.host = child.pid, started(psutil.Process(child.pid)), os.uname().nodename
 
     def stop(self, cell: str, note: Note, why: str) -> None:
-        """A cell that has a run has been asked on storage; of others the command is told."""
+        """A cell that has a run has been asked on storage; of others, and where that is full, the command is told."""
         run = self._sweep.run(cell)
-        if run.run_file.is_file() and not resumes(run, note):
+        if run.run_file.is_file() and run.cancel_file.exists() and not resumes(run, note):
             return
         if _lives(note):
             with contextlib.suppress(psutil.Error):

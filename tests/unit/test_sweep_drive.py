@@ -8,9 +8,10 @@ import pytest
 from cluster.decide import Kind
 from slipstream.config_file import dump_config
 from slipstream.run_folder import RunFolder
+from slipstream.sweep.schedule import Phase, Plan
 from tasks import sweep as driving
 from tasks.outcome import Outcome, write_outcome
-from tasks.sweep import drive
+from tasks.sweep import Look, drive
 from tasks.sweep_cells import LocalCells, View
 from tasks.sweep_folder import Note, SweepFolder
 from tests.unit.test_sweep_folder import make
@@ -44,7 +45,42 @@ def test_storage_that_stumbles_stops_no_cell(tmp_path: Path, capsys: pytest.Capt
     look = drive(sweep, Instant(sweep, stale, stale), poll_s=0.0, by_person=False)
     assert {result.state for result in look.results} == {"finished"}
     assert sweep.outcome()["kind"] == "finish"
-    assert capsys.readouterr().err.count("the storage does not answer: [Errno 116] Stale file handle") == 1
+    assert capsys.readouterr().err.count(": Stale file handle: the sweep goes on once") == 1
+
+
+class Begun(Instant):
+    """Cells that begin, and that nobody leads."""
+
+    def start(self, cell: str, note: Note) -> None:
+        super().start(cell, note)
+        (self._sweep.run(cell).path / "outcome.json").unlink()
+
+    def stop(self, cell: str, note: Note, why: str) -> None:
+        pass
+
+
+def test_a_full_disk_keeps_nobody_from_stopping_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can be written nowhere is not waited for: no job is left, and the command ends."""
+    sweep, stopped = make(tmp_path), list[str]()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def stop_jobs(run: RunFolder) -> None:
+        stopped.append(run.run_id)
+
+    monkeypatch.setattr("tasks.stop.write_json", full)
+    monkeypatch.setattr(driving, "stop_unled", full)
+    monkeypatch.setattr(driving, "stop_jobs", stop_jobs)
+    monkeypatch.setattr(driving, "STOP_PATIENCE_S", 5.0)
+
+    def interrupt(look: Look, plan: Plan) -> None:
+        if look.states["c00"].phase is Phase.RUNNING and not stopped and plan.start:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drive(sweep, Begun(sweep), tell=interrupt, poll_s=0.0)
+    assert stopped == ["s-0-c00"]
 
 
 def test_a_report_that_cannot_be_drawn_stops_no_cell(
