@@ -256,5 +256,8 @@ def digest_of(configs: Mapping[str, RunConfig]) -> str:
 
 def sweeps_in(root: Path) -> list[SweepFolder]:
     """The sweeps of a storage root, oldest first."""
-    found = [SweepFolder(path.parent) for path in root.glob(f"*/{SWEEP_FILE}")]
-    return sorted(found, key=lambda sweep: sweep.sweep_file.stat().st_mtime)
+    found: list[tuple[float, SweepFolder]] = []
+    for path in root.glob(f"*/{SWEEP_FILE}"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            found.append((path.stat().st_mtime, SweepFolder(path.parent)))
+    return [sweep for _, sweep in sorted(found, key=lambda pair: pair[0])]

@@ -1,5 +1,6 @@
 """Before a sweep starts anything: its file, its base and every cell are checked, and its folder is made."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 from slipstream.config_file import ConfigError, Problem, load_config
 from slipstream.metrics.registry import find
 from slipstream.run_config import RunConfig, TrainerSection
-from slipstream.run_folder import RUN_FILE
+from slipstream.run_folder import RUN_FILE, DamagedFile
 from slipstream.sweep.expand import CellSpec, configure_all, expand, together
 from slipstream.sweep.spec import TRAINING, SweepConfig
 from tasks.prepare import check
@@ -129,11 +130,15 @@ def remarks(resolved: Resolved) -> list[Problem]:
 
 
 def unfinished(resolved: Resolved, finished_too: bool = False) -> SweepFolder | None:
-    """The newest sweep of the command line with these cells that is not over; with `finished_too` any of them."""
+    """The newest sweep of the command line with these cells that is not over; with `finished_too` any of them.
+
+    What cannot be read is none of them.
+    """
     for folder in reversed(sweeps_in(resolved.root)):
-        own = folder.sweep_id.startswith(f"{resolved.sweep.name}-") and folder.digest() == resolved.digest
-        if own and not folder.flow_run and (finished_too or not folder.is_over()):
-            return folder
+        with contextlib.suppress(DamagedFile, OSError):
+            own = folder.sweep_id.startswith(f"{resolved.sweep.name}-") and folder.digest() == resolved.digest
+            if own and not folder.flow_run and (finished_too or not folder.is_over()):
+                return folder
     return None
 
 

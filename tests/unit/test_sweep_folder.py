@@ -65,6 +65,9 @@ def test_the_newest_sweep_of_the_same_cells_that_is_not_over(tmp_path: Path) -> 
     assert unfinished(resolved) is None
     assert unfinished(resolved, finished_too=True) is not None
     assert unfinished(resolve(other, tmp_path, {}), finished_too=True) is None
+    (second.path / "made.json").write_text("{")
+    assert (found := unfinished(resolved, finished_too=True)) is not None
+    assert found.path == first.path, "a damaged one hides no other"
 
 
 def test_settings_of_the_command_line_win_and_an_axis_is_not_one(tmp_path: Path) -> None:
