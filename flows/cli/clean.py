@@ -64,7 +64,7 @@ def clean(older_than_s: float, keep_best: bool, checkpoints_only: bool, root: st
 def _act(storage: Path, going: Sequence["Found"], checkpoints_only: bool) -> int:
     """The exit code: 1 where something stays that was to go."""
     from flows.cli.plain import say, storage_text
-    from tasks.clean import Stays, remove, thin
+    from tasks.clean import Gone, Stays, remove, thin
 
     left = 0
     for one in sorted(going, key=lambda one: one.is_sweep):  # a sweep after its cells
@@ -74,6 +74,8 @@ def _act(storage: Path, going: Sequence["Found"], checkpoints_only: bool) -> int
             else:
                 remove(storage, one)
                 done = f"removed {one.id}"
+        except Gone as error:
+            say(f"{one.id}: {error}")
         except Stays as error:
             left += 1
             say(f"{one.id} stays: {error}", err=True)
