@@ -235,7 +235,8 @@ class Pass:
         rows = []
         try:
             for flow in self._rest.starting(instance_tag(instance_id()), ("train", "sweep")):
-                of_a_sweep = any(tag.startswith(f"{SWEEP_TAG}:") for tag in flow.tags)  # which starts it again
+                # a crashed cell is started again by its sweep
+                of_a_sweep = flow.state == "CRASHED" and any(tag.startswith(f"{SWEEP_TAG}:") for tag in flow.tags)
                 if flow.id in known or of_a_sweep or time.time() - flow.at > RECENT_S:
                     continue
                 state = _state_of(flow)

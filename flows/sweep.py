@@ -24,7 +24,7 @@ from flows.refused import show_refusal
 from flows.sweep_cells import PrefectCells
 from flows.sweep_form import SweepForm, form_of, spec_of
 from slipstream.config_file import ConfigError
-from slipstream.instance import instance_id
+from slipstream.instance import instance_id, known_roots
 from slipstream.run_folder import RunFolderError, new_run_id
 from slipstream.sweep.schedule import Plan
 from slipstream.sweep.spec import load_sweep
@@ -99,13 +99,18 @@ def sweep(settings: Annotated[SweepForm, SETTINGS]) -> Any:
     """
     start = Start(str(flow_run.id), str(deployment.id or ""))
     try:
-        resolved = resolve(spec_of(settings), Path.cwd(), presets_in(EXAMPLES))
-        folder = SweepFolder(resolved.root / start.sweep_id(settings.name))
-        if not folder.sweep_file.is_file() and (state := skipped(resolved.root, folder.sweep_id)) is not None:
-            return state
+        folder, new = _begun(settings.name, start), False
+        if folder is None:  # else its base may have changed since
+            resolved = resolve(spec_of(settings), Path.cwd(), presets_in(EXAMPLES))
+            folder = SweepFolder(resolved.root / start.sweep_id(settings.name))
+            new = not folder.sweep_file.is_file()
+            if new and (state := skipped(resolved.root, folder.sweep_id)) is not None:
+                return state
+            if new:
+                _make(folder, resolved, start)
         if (state := _ended_meanwhile(folder, start)) is not None:
             return state
-        by_person = _begin(folder, resolved, start)
+        by_person = new or bool(folder.outcome())
     except (ConfigError, RunFolderError) as error:
         get_run_logger().error("refused: %s", error)
         show_refusal(error)
@@ -130,7 +135,7 @@ def sweep(settings: Annotated[SweepForm, SETTINGS]) -> Any:
 
 def _ended_meanwhile(folder: SweepFolder, start: Start) -> State[None] | None:
     """The state of a sweep that has ended since reconciliation asked for this start; None: there is something to do."""
-    if not (folder.sweep_file.is_file() and (outcome := folder.outcome())):
+    if not (outcome := folder.outcome()):
         return None
     known = asked_prefect(start.flow_run)
     if not asked_for(folder.as_run, start.flow_run, known.run_count if known else None):
@@ -139,17 +144,20 @@ def _ended_meanwhile(folder: SweepFolder, start: Start) -> State[None] | None:
     return states[str(outcome["kind"])](message=str(outcome.get("reason")))
 
 
-def _begin(folder: SweepFolder, resolved: Resolved, start: Start) -> bool:
-    """Make the sweep's folder where it is not there; whether a person started the sweep (again).
+def _begun(name: str, start: Start) -> SweepFolder | None:
+    """The folder that an earlier start of this flow run has made; None: this is the first. Raises DamagedFile."""
+    for root in known_roots() if start.deployment else []:
+        folder = SweepFolder(root / start.sweep_id(name))
+        if folder.sweep_file.is_file() and folder.flow_run == start.flow_run:
+            return folder
+    return None
 
-    Raises ConfigError, RunFolderError.
-    """
-    if folder.sweep_file.is_file():
-        return bool(folder.outcome())
+
+def _make(folder: SweepFolder, resolved: Resolved, start: Start) -> None:
+    """Check the cells, and make the sweep's folder. Raises ConfigError, RunFolderError."""
     for warning in check_all(resolved):
         get_run_logger().warning("%s", warning)
     create(resolved, folder.sweep_id, start.flow_run, start.deployment)
-    return True
 
 
 class _Watch:

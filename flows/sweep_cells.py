@@ -11,7 +11,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments import run_deployment
-from prefect.states import Cancelled, Cancelling
+from prefect.states import AwaitingRetry, Cancelled, Cancelling
 
 from flows.names import TAG, deployment_name, instance_tag
 from tasks.sweep_cells import NotNow, View
@@ -109,14 +109,31 @@ class PrefectCells:
         deployment = f"train/{deployment_name(self._instance, 'custom')}"
         key = f"{self._parent}-{cell}-{note.serial}"
         try:
+            if not self._sweep.run(cell).run_file.is_file() and (crashed := self._crashed(run_id)):
+                note.flow_run = crashed
+                self._asked = float("-inf")
+                return
             note.flow_run = start_cell(cell, deployment, parameters, run_id, tags, key)
         except Exception as error:
             raise NotNow(f"{deployment} could not be started: {error}") from error
         self._asked = float("-inf")
 
+    def _crashed(self, run_id: str) -> str:
+        """Id of the cell's flow run, started again, where its process has died; '' where it has not."""
+        if (known := (self._flow_runs() or {}).get(run_id)) is None:
+            return ""
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(known.id).state
+            if state is None or not state.is_crashed():
+                return ""
+            again: Any = AwaitingRetry(message="its process died before it came to its run")
+            client.set_flow_run_state(known.id, again, force=True)
+        return str(known.id)
+
     def stop(self, cell: str, note: Note, why: str) -> None:
-        """A cell that has a run has been asked on storage, and its leader ends it."""
-        if self._sweep.run(cell).run_file.is_file():
+        """A cell that has a run has been asked on storage, where that is not full, and its leader ends it."""
+        run = self._sweep.run(cell)
+        if run.run_file.is_file() and run.cancel_file.exists():
             return
         found = (self._flow_runs() or {}).get(self._sweep.run_id(cell))
         if found is None or found.state is None or found.state.is_final():

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from slipstream.config_file import ConfigError, Problem
-from slipstream.sweep.spec import HELD_OUT, Halving, Range, SweepConfig, flat, parse_sweep
+from slipstream.sweep.spec import HELD_OUT, MOST_CELLS, Halving, Range, SweepConfig, flat, parse_sweep
 
 STALENESS, BUDGET = "trainer.max_staleness", "trainer.token_budget"
 SOURCE = "the form"
@@ -59,7 +59,9 @@ class SweepForm(BaseModel):
         title="Method",
         description="grid: all combinations; random: so many of them as samples says; list: the given cells.",
     )
-    samples: int = Field(0, title="Samples", ge=0, le=10_000, description="Number of random cells; 0 for the others.")
+    samples: int = Field(
+        0, title="Samples", ge=0, le=MOST_CELLS, description="Number of random cells; 0 for the others."
+    )
     seed: int = Field(0, title="Seed", ge=0, description="Seed of random cells.")
     cells: list[str] = Field(
         [],

@@ -21,10 +21,9 @@ from cluster.jobs import JobState
 from cluster.profile import ClusterError
 from slipstream.config_file import ConfigError
 from slipstream.instance import instance_id
-from slipstream.run_config import RecoverySection
 from slipstream.run_folder import RUN_FILE, DamagedFile, RunFolder, fsync_folder, is_number
 from tasks.clean_policy import Found, Row, plan
-from tasks.lease import POLL_S, LeaseWatch, claim, keep_silent, release
+from tasks.lease import POLL_S, LeaseWatch, claim, configured_lease, keep_silent, release, sight
 from tasks.origin import read_origin
 from tasks.outcome import NothingToResume
 from tasks.predecessor import end_of
@@ -38,6 +37,10 @@ HELD_OUT, TRAINING = "eval/reward", "reward"
 
 class Stays(Exception):
     """A run that was to be removed stays; the text says why."""
+
+
+class Gone(Stays):
+    """It is not there any more."""
 
 
 def what_goes(
@@ -140,7 +143,7 @@ def _size(path: Path) -> int:
 
 def _leaders(runs: Sequence[RunFolder], say: Callable[[str], None] | None) -> dict[str, str]:
     """Who leads each run. A leader of another host has its lease to give a sign of life, all of them at once."""
-    watches = {run.run_id: (LeaseWatch(run, lease), lease) for run in runs for lease in [_lease_s(run)]}
+    watches = {run.run_id: (LeaseWatch(run, lease), lease) for run in runs for lease in [configured_lease(run)]}
     begun = time.monotonic()
     leaders = {name: watch.look(begun) for name, (watch, _) in watches.items()}
     here = socket.gethostname()
@@ -154,13 +157,6 @@ def _leaders(runs: Sequence[RunFolder], say: Callable[[str], None] | None) -> di
             if not leaders[name] or watches[name][0].moved:
                 silent.discard(name)
     return leaders
-
-
-def _lease_s(run: RunFolder) -> float:
-    try:
-        return stored_config(run).recovery.lease
-    except (ConfigError, OSError):
-        return RecoverySection().lease
 
 
 def _ask_jobs(root: Path, one: Found) -> Found:
@@ -235,11 +231,13 @@ def _held(root: Path, one: Found) -> Iterator[RunFolder]:
     """The run, claimed, and looked at once more. Raises Stays."""
     run = RunFolder(root / one.id)
     if run.path.is_symlink() or not run.path.is_dir():
-        raise Stays("it is not there any more")
+        raise Gone("somebody else has removed it")
     try:
         claim(run)
-    except NothingToResume as error:
-        raise Stays(str(error)) from None
+    except NothingToResume:
+        raise Stays(f"{sight(run).who} leads it, or removes it now: clean again") from None
+    except FileNotFoundError:
+        raise Gone("somebody else has removed it") from None
     try:
         if (why := _in_use(run, one)) != "":
             raise Stays(why)

@@ -209,7 +209,7 @@ def claim(run: RunFolder, lease_s: float | None = None) -> Lease:
     A leader of another host whose process cannot be looked at has `lease_s` to give a sign of life.
     Raises NothingToResume where another process leads.
     """
-    bound = _configured(run) if lease_s is None else lease_s
+    bound = configured_lease(run) if lease_s is None else lease_s
     watch = LeaseWatch(run, bound)
     while True:
         lease = lead_if_free(run, watch, bound)
@@ -230,7 +230,8 @@ def take_over(run: RunFolder, lease_s: float) -> Lease:
     return lease
 
 
-def _configured(run: RunFolder) -> float:
+def configured_lease(run: RunFolder) -> float:
+    """Seconds of the run's lease; the default where its configuration cannot be read."""
     try:
         return stored_config(run).recovery.lease
     except (ConfigError, OSError):

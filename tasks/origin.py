@@ -43,10 +43,19 @@ def origin_here(flow_run: str = "", deployment: str = "", sweep: str = "") -> Or
     return Origin(os.getcwd(), host, user, time.time(), instance, flow_run, deployment, sweep)
 
 
-def begun_by(run: RunFolder, flow_run: str) -> bool:
-    """Whether the folder is that of a start of this flow run, also where it died before it said so. Raises DamagedFile."""
-    written = read_object(origin_file(run))
-    return run.path.is_dir() and (read_origin(run).flow_run == flow_run if written else not run.run_file.exists())
+def begun_by(run: RunFolder, flow_run: str, sweep: str = "") -> bool:
+    """Whether the folder is that of a start of this flow run, also where it died before it said so. Raises DamagedFile.
+
+    Args:
+        sweep: id of the sweep that the flow run is of a cell of; of a cell that never came to a run it may be another one.
+    """
+    if not run.path.is_dir():
+        return False
+    whence = read_origin(run) if read_object(origin_file(run)) else None
+    if whence is None:
+        return not run.run_file.exists()
+    of_the_cell = bool(sweep) and whence.sweep == sweep and not run.run_file.exists()
+    return whence.flow_run == flow_run or of_the_cell
 
 
 def origin_file(run: RunFolder) -> Path:

@@ -69,7 +69,7 @@ def prepare(config: RunConfig, run_id: str | None = None, whence: Origin | None 
     notes = tuple(str(warning) for warning in check(config))
     name = run_id or new_run_id(config.name)
     folder = RunFolder(Path(config.storage.root).expanduser() / name)
-    begun = whence is not None and begun_by(folder, whence.flow_run)
+    begun = whence is not None and begun_by(folder, whence.flow_run, whence.sweep)
     run = RunFolder.create(config.storage.root, name, begun)
     claim(run, config.recovery.lease)
     write_origin(run, whence or origin_here())

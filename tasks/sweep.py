@@ -25,7 +25,7 @@ from tasks.interrupt import uninterrupted
 from tasks.lease import StepDown, claim, held_lease, release
 from tasks.outcome import NothingToResume, Outcome, outcome_record
 from tasks.records import forgive
-from tasks.stop import request_cancel
+from tasks.stop import request_cancel, stop_jobs
 from tasks.sweep_cells import Cells, NotNow, begin_note, requester, stop_cell, stop_unled
 from tasks.sweep_folder import Note, SweepFolder
 from tasks.sweep_report import Measuring, read_cell, result_of, write_report
@@ -115,8 +115,8 @@ class _Driver:
             if self._leave(error):
                 raise
             with uninterrupted():
-                self._stop_all(f"interrupted by {type(error).__name__}")
-                self._end(self._look(), Kind.CANCELLED, f"interrupted by {type(error).__name__}")
+                stopped = self._stop_all(f"interrupted by {type(error).__name__}")
+                self._end(stopped, Kind.CANCELLED, f"interrupted by {type(error).__name__}")
             raise
         why = self._asked()
         if why:
@@ -142,18 +142,22 @@ class _Driver:
 
     def _until_done(self) -> tuple[Look, Plan]:
         while True:
-            look = self._look()
-            plan = self._plan(look)
-            self._report(look)
-            if self._tell is not None:
-                with contextlib.suppress(OSError):  # a terminal or a pipe that is gone
-                    self._tell(look, plan)
-            if plan.done:
-                return look, plan
-            lease = held_lease(self.sweep.as_run)
-            if lease is None:
-                raise NothingToResume(f"another process drives {self.sweep.sweep_id} by now")
-            self._act(look, plan)
+            try:
+                look = self._look()
+                plan = self._plan(look)
+                self._report(look)
+                if self._tell is not None:
+                    with contextlib.suppress(OSError):  # a terminal or a pipe that is gone
+                        self._tell(look, plan)
+                if plan.done:
+                    return look, plan
+                lease = held_lease(self.sweep.as_run)
+                if lease is None:
+                    raise NothingToResume(f"another process drives {self.sweep.sweep_id} by now")
+                self._act(look, plan)
+            except OSError as error:  # storage that does not answer: the cells go on, and are looked at again
+                refused = f"{self.sweep.path.parent}: {error.strerror or error}"
+                self._say(f"{refused}: the sweep goes on once the storage is all right again")
             time.sleep(self._poll_s)
 
     def _asked(self) -> str:
@@ -194,6 +198,8 @@ class _Driver:
             state, reason, _ = self._seen[cell]
             if state.phase is Phase.FAILED and not self.sweep.run(cell).run_file.is_file():
                 self.notes[cell].problem = self.notes[cell].problem or reason
+            elif state.phase is Phase.RUNNING:  # it has begun all the same
+                self.notes[cell].problem = ""
         states = {cell: self._seen[cell][0] for cell in self.ids}
         results = [result_of(cell, *self._seen[cell.id]) for cell in self.specs]
         return Look(self.specs, states, tuple(results))
@@ -233,9 +239,14 @@ class _Driver:
     def _later(self, cell: str, before: Note, error: NotNow) -> None:
         """As if it had not been tried, so that the next try is the same start."""
         self.notes[cell] = before
-        if str(error) != self._said:
-            self._said = str(error)
-            print(self._said, file=sys.stderr, flush=True)
+        self._say(str(error))
+
+    def _say(self, text: str) -> None:
+        """Once."""
+        if text != self._said:
+            self._said = text
+            with contextlib.suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
 
     def _stop(self, state: CellState, kind: str, why: str) -> None:
         note = self.notes[state.id]
@@ -244,20 +255,30 @@ class _Driver:
         with contextlib.suppress(OSError, ConfigError, ClusterError):
             stop_cell(self.sweep, self.cells, state, note, why)
 
-    def _stop_all(self, why: str) -> None:
-        end = time.monotonic() + STOP_PATIENCE_S
+    def _stop_all(self, why: str) -> Look | None:
+        """How the sweep stands then; None where the storage has not said."""
+        look, end = None, time.monotonic() + STOP_PATIENCE_S
         while time.monotonic() < end:
-            look = self._look()
-            if not look.active:
-                return
-            for state in look.active:
-                if not state.asked:
-                    self._stop(state, INTERRUPT, why)
-            self._end_unled(look)
-            if self._tell is not None:
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                look = self._look()
+                for state in look.active:
+                    if not state.asked:
+                        self._stop(state, INTERRUPT, why)
+                if not [state for state in look.active if not self._is_stopped(state)]:
+                    return look
+                self._end_unled(look)
+                if self._tell is not None:
                     self._tell(look, Plan(reason="stopping the cells"))
             time.sleep(min(self._poll_s, 0.5))
+        return look
+
+    def _is_stopped(self, state: CellState) -> bool:
+        """Whether a cell that nobody leads, and that nobody can be asked to end, has no job left: the disk is full."""
+        run = self.sweep.run(state.id)
+        if state.led or run.cancel_file.exists() or not run.run_file.is_file():
+            return False
+        stop_jobs(run)
+        return not run.cancel_file.exists()
 
     def _save(self) -> None:
         with contextlib.suppress(OSError):  # what it says can be read off the run folders, or is asked again
@@ -270,13 +291,16 @@ class _Driver:
             return
         self._reported = ended
         if anyway or any(result.measured.steps for result in look.results):
-            with contextlib.suppress(OSError):
-                write_report(self.sweep, look.results)
+            try:
+                write_report(self.sweep, look.results, self.spec)
+            except Exception as error:  # the cells are worth more than a picture of them
+                self._say(f"the report could not be written: {type(error).__name__}: {error}".removesuffix(" -> None"))
 
-    def _end(self, look: Look, kind: Kind, reason: str, left: bool = False) -> None:
+    def _end(self, look: Look | None, kind: Kind, reason: str, left: bool = False) -> None:
         """`left`: the budget is spent, and cells are left."""
         self._save()
-        self._report(look, anyway=True)
+        if look is not None:
+            self._report(look, anyway=True)
         record = outcome_record(Outcome(kind, reason), 0, time.time())
         with contextlib.suppress(OSError):
             write_json(self.sweep.outcome_file, {**record, "left": left})

@@ -14,12 +14,13 @@ import psutil
 
 from cluster.decide import Kind
 from cluster.local_jobs import find_process, started
+from slipstream.config_file import ConfigError
 from slipstream.process import last_lines
 from slipstream.run_config import RunConfig
-from slipstream.run_folder import RunFolder, read_object
+from slipstream.run_folder import DamagedFile, RunFolder, is_number, read_object
 from slipstream.sweep.schedule import INTERRUPT, CellState, Phase
 from tasks.interrupt import uninterrupted
-from tasks.lease import LeaseWatch, claim, release
+from tasks.lease import LeaseWatch, claim, configured_lease, release
 from tasks.observe import cancel_request, heartbeat, newest_attempt
 from tasks.origin import SWEEP_ENV, read_origin
 from tasks.outcome import NothingToResume, Outcome, read_outcome, write_outcome
@@ -28,6 +29,7 @@ from tasks.stop import request_cancel, stop_jobs
 from tasks.sweep_folder import Note, SweepFolder
 
 MOST_STARTS = 3
+WORDS = 12  # lines of a log
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def look_at(sweep: SweepFolder, cell: str, note: Note, view: View, hours: float)
         return state, ""
     outcome = read_outcome(run)
     if outcome is None:
-        if note.problem:
+        if note.problem and run.cancel_file.exists():  # given up; one that was thought not to begin, and has, runs
             return replace(state, phase=Phase.FAILED), note.problem
         return replace(state, phase=Phase.RUNNING, led=view.led, asked=run.cancel_file.exists()), ""
     if outcome.kind is Kind.FINISH:
@@ -122,7 +124,8 @@ def gpu_hours(run: RunFolder, config: RunConfig) -> float:
         beat = heartbeat(run, path.stem)
         if _leads(path.stem) and beat.get("incarnation"):
             role = path.stem.removesuffix("-0").replace("learner-n", "learner.")
-            seconds[(role, str(beat["incarnation"]))] = _span(beat.get("started"), beat.get("time"))
+            began = beat.get("started")
+            seconds[(role, str(beat["incarnation"]))] = _span(began if is_number(began) else None, beat.get("time"))
     for path in (run.path / "exit").glob("*.json"):
         with contextlib.suppress(ValueError, OSError):
             record = read_object(path, "started", "time")
@@ -181,6 +184,15 @@ def begin_note(sweep: SweepFolder, cell: str, note: Note) -> None:
         note.problem = f"it was started {MOST_STARTS} times without a new step in between: see {sweep.log_file(cell)}"
 
 
+def _last_words(log: Path) -> str:
+    """What a command has refused, from its `error:` on; else its last line, and what stands above that."""
+    lines = [line for line in last_lines(log, WORDS).splitlines() if line.strip()]
+    errors = [index for index, line in enumerate(lines) if line.startswith("error: ")]
+    if errors:
+        return "\n".join(lines[errors[-1] :]).removeprefix("error: ")
+    return "\n".join([lines[-1].strip(), *lines[:-1]]) if lines else "it said nothing"
+
+
 class LocalCells:
     """Cells that are led by a command each, children of ours that outlive us.
 
@@ -195,7 +207,14 @@ class LocalCells:
         self._watches: dict[str, LeaseWatch] = {}
 
     def look(self, cells: Sequence[str], notes: Mapping[str, Note]) -> dict[str, View]:
-        return {cell: self._look(cell, notes[cell]) for cell in cells}
+        return {cell: self._seen(cell, notes[cell]) for cell in cells}
+
+    def _seen(self, cell: str, note: Note) -> View:
+        """What is damaged says whoever reads the run; the others are not to wait for it."""
+        try:
+            return self._look(cell, note)
+        except (DamagedFile, ConfigError):
+            return View()
 
     def _look(self, cell: str, note: Note) -> View:
         run = self._sweep.run(cell)
@@ -207,9 +226,7 @@ class LocalCells:
             and not alive
             and (not run.run_file.is_file() or (child.returncode and resumes(run, note)))
         ):
-            lines = [line for line in last_lines(self._sweep.log_file(cell), 8).splitlines() if line.strip()]
-            said = lines[-1].strip() if lines else "it said nothing"
-            problem = f"it did not start (exit code {child.returncode}): {said}\n" + "\n".join(lines[:-1])
+            problem = f"it did not start (exit code {child.returncode}): {_last_words(self._sweep.log_file(cell))}"
         led = alive
         if not led and run.run_file.is_file():
             led = bool(self._watch(cell).look(time.monotonic()))
@@ -217,8 +234,8 @@ class LocalCells:
 
     def _watch(self, cell: str) -> LeaseWatch:
         if cell not in self._watches:
-            lease_s = self._sweep.config(cell).recovery.lease
-            self._watches[cell] = LeaseWatch(self._sweep.run(cell), lease_s)
+            run = self._sweep.run(cell)
+            self._watches[cell] = LeaseWatch(run, configured_lease(run))
         return self._watches[cell]
 
     def start(self, cell: str, note: Note) -> None:
@@ -232,6 +249,7 @@ class LocalCells:
                 shutil.rmtree(run.path)
             what = ["train", str(self._sweep.config_file(cell)), "--run-id", run.run_id]
         log = self._sweep.log_file(cell)
+        log.parent.mkdir(mode=0o700, exist_ok=True)
         folder = Path(read_origin(self._sweep.as_run).cwd)
         with open(log, "ab") as out:
             os.chmod(log, 0o600)
@@ -249,9 +267,9 @@ class LocalCells:
             note.pid, note.started, note.host = child.pid, started(psutil.Process(child.pid)), os.uname().nodename
 
     def stop(self, cell: str, note: Note, why: str) -> None:
-        """A cell that has a run has been asked on storage; of others the command is told."""
+        """A cell that has a run has been asked on storage; of others, and where that is full, the command is told."""
         run = self._sweep.run(cell)
-        if run.run_file.is_file() and not resumes(run, note):
+        if run.run_file.is_file() and run.cancel_file.exists() and not resumes(run, note):
             return
         if _lives(note):
             with contextlib.suppress(psutil.Error):

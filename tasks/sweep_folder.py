@@ -25,12 +25,22 @@ import tomlkit
 from slipstream.config_file import dump_config, load_config
 from slipstream.instance import remember_root
 from slipstream.run_config import RunConfig
-from slipstream.run_folder import RunFolder, RunFolderError, read_json, read_object, write_atomic, write_json
+from slipstream.run_folder import (
+    DamagedFile,
+    RunFolder,
+    RunFolderError,
+    is_number,
+    read_json,
+    read_object,
+    write_atomic,
+    write_json,
+)
 from slipstream.sweep.expand import CellSpec
 from slipstream.sweep.spec import SweepConfig, load_sweep
 from tasks.origin import origin_here, read_origin, write_origin
 
 SWEEP_FILE = "sweep.toml"
+WITHOUT_CELLS = "without it nobody knows what the sweep's runs are; begin another sweep, with --new"
 TAG = "slipstream.sweep"  # of flow runs: slipstream.sweep:<sweep id>
 
 
@@ -61,6 +71,14 @@ class Note:
     started: float = 0.0
     host: str = ""
     flow_run: str = ""
+
+
+def _fits(key: str, value: Any) -> bool:
+    """Whether `value` can be the `key` of a note; what cannot counts as not noted."""
+    kinds = {field.name: type(field.default) for field in fields(Note)}
+    if key not in kinds or isinstance(value, bool) != (kinds[key] is bool):
+        return False
+    return is_number(value) if kinds[key] is float else isinstance(value, kinds[key])
 
 
 class SweepFolder:
@@ -180,18 +198,32 @@ class SweepFolder:
 
     def cells(self) -> tuple[CellSpec, ...]:
         """Raises DamagedFile."""
-        value = read_json(self.path / "cells.json") or []
-        return tuple(CellSpec(str(cell["id"]), dict(cell["values"])) for cell in value)
+        path = self.path / "cells.json"
+        try:
+            value = read_json(path)
+            if value is None:
+                raise DamagedFile(f"{path} is not there")
+            return tuple(CellSpec(str(cell["id"]), dict(cell["values"])) for cell in value)
+        except DamagedFile as error:
+            raise DamagedFile(f"{error}: {WITHOUT_CELLS}") from None
+        except (TypeError, KeyError, ValueError):
+            raise DamagedFile(f"{path} is damaged, it holds no cells: {WITHOUT_CELLS}") from None
+
+    def cell_ids(self) -> list[str]:
+        """The cells' ids, also where what they set cannot be read any more. Raises OSError."""
+        try:
+            return [cell.id for cell in self.cells()]
+        except DamagedFile:
+            return sorted(path.stem for path in (self.path / "cells").glob("*.toml"))
 
     def notes(self) -> dict[str, Note]:
         """By cell; empty ones for cells that nothing was done for. Raises DamagedFile."""
         known = read_object(self.path / "state.json")
-        names = {f.name for f in fields(Note)}
         found = {}
-        for cell in self.cells():
-            value = known.get(cell.id)
+        for cell in self.cell_ids():
+            value = known.get(cell)
             value = value if isinstance(value, dict) else {}
-            found[cell.id] = Note(**{key: item for key, item in value.items() if key in names})
+            found[cell] = Note(**{key: item for key, item in value.items() if _fits(key, item)})
         return found
 
     def write_notes(self, notes: Mapping[str, Note]) -> None:
@@ -224,5 +256,8 @@ def digest_of(configs: Mapping[str, RunConfig]) -> str:
 
 def sweeps_in(root: Path) -> list[SweepFolder]:
     """The sweeps of a storage root, oldest first."""
-    found = [SweepFolder(path.parent) for path in root.glob(f"*/{SWEEP_FILE}")]
-    return sorted(found, key=lambda sweep: sweep.sweep_file.stat().st_mtime)
+    found: list[tuple[float, SweepFolder]] = []
+    for path in root.glob(f"*/{SWEEP_FILE}"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            found.append((path.stat().st_mtime, SweepFolder(path.parent)))
+    return [sweep for _, sweep in sorted(found, key=lambda pair: pair[0])]

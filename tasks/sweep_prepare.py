@@ -1,12 +1,14 @@
 """Before a sweep starts anything: its file, its base and every cell are checked, and its folder is made."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config_file import ConfigError, Problem, load_config
+from slipstream.metrics.registry import find
 from slipstream.run_config import RunConfig, TrainerSection
-from slipstream.run_folder import RUN_FILE
+from slipstream.run_folder import RUN_FILE, DamagedFile
 from slipstream.sweep.expand import CellSpec, configure_all, expand, together
 from slipstream.sweep.spec import TRAINING, SweepConfig
 from tasks.prepare import check
@@ -62,11 +64,17 @@ def presets_in(folder: Path) -> dict[str, Path]:
 
 def base_path(name: str, folder: Path, presets: Presets) -> Path:
     """The file that `base` names: a path, a run folder or a preset. Raises ConfigError."""
-    path = folder / Path(name).expanduser()
-    if (path / RUN_FILE).is_file():
-        return path / RUN_FILE
-    if path.is_file():
-        return path
+    try:
+        path = folder / Path(name).expanduser()
+        if (path / RUN_FILE).is_file():
+            return path / RUN_FILE
+        if path.is_file():
+            return path
+    except RuntimeError:
+        message = "begins with ~, and nobody knows that home: write it in full, or set HOME"
+        raise ConfigError([Problem("base", name, message)], "the sweep") from None
+    except OSError as error:
+        raise ConfigError([Problem("base", name, f"cannot be looked at: {error.strerror}")], "the sweep") from None
     if name in presets:
         return presets[name]
     known = f"a preset ({', '.join(sorted(presets))})" if presets else "a preset"
@@ -100,8 +108,11 @@ def check_all(resolved: Resolved) -> list[Problem]:
 
 def remarks(resolved: Resolved) -> list[Problem]:
     """What is accepted, but will say less than one may hope."""
-    sweep, found = resolved.sweep, []
+    sweep, found = resolved.sweep, list[Problem]()
     configs = list(resolved.configs.values())
+    if find(sweep.metric) is None:
+        message = f"no run records such a metric, so cells are compared by {TRAINING}: docs/metrics.md has those that there are"
+        found.append(Problem("metric", sweep.metric, message, "warning"))
     if sweep.metric.startswith("eval/") and not any(config.data.eval_source for config in configs):
         message = f"no cell has held-out data (data.eval_source), so cells are compared by the training {TRAINING}"
         found.append(Problem("metric", sweep.metric, message, "warning"))
@@ -119,11 +130,15 @@ def remarks(resolved: Resolved) -> list[Problem]:
 
 
 def unfinished(resolved: Resolved, finished_too: bool = False) -> SweepFolder | None:
-    """The newest sweep of the command line with these cells that is not over; with `finished_too` any of them."""
+    """The newest sweep of the command line with these cells that is not over; with `finished_too` any of them.
+
+    What cannot be read is none of them.
+    """
     for folder in reversed(sweeps_in(resolved.root)):
-        own = folder.sweep_id.startswith(f"{resolved.sweep.name}-") and folder.digest() == resolved.digest
-        if own and not folder.flow_run and (finished_too or not folder.is_over()):
-            return folder
+        with contextlib.suppress(DamagedFile, OSError):
+            own = folder.sweep_id.startswith(f"{resolved.sweep.name}-") and folder.digest() == resolved.digest
+            if own and not folder.flow_run and (finished_too or not folder.is_over()):
+                return folder
     return None
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.config_file import ConfigError
+from slipstream.run_config import RunConfig
 from slipstream.run_folder import DamagedFile
 from slipstream.sweep.expand import CellSpec
 from slipstream.sweep.measure import Measured, measure
@@ -11,6 +12,7 @@ from slipstream.sweep.rank import CellResult, rank
 from slipstream.sweep.report import SweepReport, write_sweep_report
 from slipstream.sweep.schedule import HALVING, CellState, Phase
 from slipstream.sweep.spec import TRAINING, SweepConfig
+from tasks.stored import stored_config
 from tasks.sweep_cells import View, gpu_hours, look_at
 from tasks.sweep_folder import Note, SweepFolder
 
@@ -24,6 +26,15 @@ class Measuring:
         self._sweep = sweep
         self._metrics = tuple(dict.fromkeys((metric, TRAINING)))
         self._known: dict[str, tuple[object, Measured]] = {}
+        self._configs: dict[str, tuple[int, RunConfig]] = {}
+
+    def config(self, cell: str) -> RunConfig:
+        """That of its run, read again when the file has changed. Raises ConfigError, OSError."""
+        run = self._sweep.run(cell)
+        changed = run.run_file.stat().st_mtime_ns
+        if cell not in self._configs or self._configs[cell][0] != changed:
+            self._configs[cell] = (changed, stored_config(run))
+        return self._configs[cell][1]
 
     def of(self, cell: str) -> Measured:
         """Raises OSError, DamagedFile."""
@@ -61,12 +72,14 @@ def report_of(sweep: SweepFolder, spec: SweepConfig, results: Sequence[CellResul
     )
 
 
-def write_report(sweep: SweepFolder, results: Sequence[CellResult] | None = None) -> Path:
-    """Write the report, its pictures and best.toml; the report's path. `results`: else they are read.
+def write_report(
+    sweep: SweepFolder, results: Sequence[CellResult] | None = None, spec: SweepConfig | None = None
+) -> Path:
+    """Write the report, its pictures and best.toml; the report's path. `results`, `spec`: else they are read.
 
     Raises ConfigError, DamagedFile, OSError.
     """
-    spec = sweep.spec()
+    spec = spec or sweep.spec()
     report = report_of(sweep, spec, read_results(sweep, spec) if results is None else results)
     best = report.ranking.best
     return write_sweep_report(sweep.path, report, sweep.best_text(best) if best is not None else None)
@@ -92,7 +105,8 @@ def read_cell(
     measured, hours = Measured(), 0.0
     try:
         measured = measuring.of(cell)
-        hours = gpu_hours(sweep.run(cell), sweep.config(cell))
+        if sweep.run(cell).run_file.is_file():
+            hours = gpu_hours(sweep.run(cell), measuring.config(cell))
         state, reason = look_at(sweep, cell, note, view, hours)
     except (DamagedFile, ConfigError) as error:
         return CellState(cell, Phase.FAILED, again=note.again, gpu_hours=hours), str(error), measured

@@ -32,12 +32,12 @@ def stop_cells(sweep: SweepFolder, why: str) -> list[str]:
     Nobody may drive the sweep meanwhile. Raises OSError, DamagedFile.
     """
     notes, stopped = sweep.notes(), []
-    for cell in sweep.cells():
-        run = sweep.run(cell.id)
+    for cell, note in notes.items():
+        run = sweep.run(cell)
         if run.run_file.is_file() and read_outcome(run) is None:
-            notes[cell.id].stopped_for, notes[cell.id].why = INTERRUPT, why
+            note.stopped_for, note.why = INTERRUPT, why
             sweep.write_notes(notes)
             request_cancel(run, requester(sweep), why)
-            stop_unled(sweep, cell.id)
-            stopped.append(cell.id)
+            stop_unled(sweep, cell)
+            stopped.append(cell)
     return stopped

@@ -85,6 +85,7 @@ class Front:
             SLIPSTREAM_HOME=str(self.home),
             SLIPSTREAM_INSTANCE=INSTANCE,
             STANDIN_LEADERS="doubles",
+            STANDIN_DIES_IN_PREPARE=str(folder / "dies-in-prepare"),
             HOME=str(folder),
             **more,
         )
@@ -235,6 +236,10 @@ class Front:
         return wait_until(found, f"flow run {flow_run_id} has a run folder")  # type: ignore[no-any-return]
 
     # --- the doubles
+
+    def die_in_prepare(self, name: str) -> None:
+        """The next flow that prepares a run of this name is killed before there is a folder."""
+        (self.root.parent / "dies-in-prepare").write_text(name)
 
     def plan(self, *faults: dict[str, Any]) -> None:
         """Faults of the doubles of all runs in the root from now on."""

@@ -63,23 +63,27 @@ def clean(older_than_s: float, keep_best: bool, checkpoints_only: bool, root: st
 
 def _act(storage: Path, going: Sequence["Found"], checkpoints_only: bool) -> int:
     """The exit code: 1 where something stays that was to go."""
-    from flows.cli.plain import storage_text
-    from tasks.clean import Stays, remove, thin
+    from flows.cli.plain import say, storage_text
+    from tasks.clean import Gone, Stays, remove, thin
 
     left = 0
     for one in sorted(going, key=lambda one: one.is_sweep):  # a sweep after its cells
         try:
             if checkpoints_only:
-                click.echo(f"{one.id}: freed {size_text(thin(storage, one))}")
+                done = f"{one.id}: freed {size_text(thin(storage, one))}"
             else:
                 remove(storage, one)
-                click.echo(f"removed {one.id}")
+                done = f"removed {one.id}"
+        except Gone as error:
+            say(f"{one.id}: {error}")
         except Stays as error:
             left += 1
-            click.echo(f"{one.id} stays: {error}", err=True)
+            say(f"{one.id} stays: {error}", err=True)
         except OSError as error:
             left += 1
-            click.echo(f"error: {one.id} is not all gone: {storage_text(error)}; clean again", err=True)
+            say(f"error: {one.id} is not all gone: {storage_text(error)}; clean again", err=True)
+        else:
+            say(done)
     return 1 if left else 0
 
 

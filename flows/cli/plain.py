@@ -1,5 +1,7 @@
 """How a command's errors are told: a message and an exit code, never a traceback. Also where RUN is looked up."""
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from slipstream.run_folder import RunFolder
     from tasks.sweep_folder import SweepFolder
 
+NOBODY_READS = 141  # as a process that SIGPIPE has ended
 HOME = Path(__file__).resolve().parents[2]
 SET = click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
 ROOT = click.option("--root", metavar="FOLDER", help="Storage root that RUN is looked up in.")
@@ -44,15 +47,34 @@ def fail_plainly(command: Callable[..., int]) -> Callable[..., None]:
             code = 130
         except click.ClickException:
             raise
+        except BrokenPipeError:  # nobody reads on, as behind `| head`
+            code = NOBODY_READS
         except OSError as error:
             click.echo(f"error: {storage_text(error)}", err=True)
             code = 1
         except Exception as error:
             click.echo(f"error: {_text(error)}", err=True)
             code = 1
+        _let_go()
         sys.exit(code)
 
     return run
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print a line of a command whose work goes on, also where nobody reads it."""
+    with contextlib.suppress(OSError):
+        click.echo(text, err=err)
+
+
+def _let_go() -> None:
+    """Nothing is left to be written at the exit into a pipe that nobody reads, which would be a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _text(error: Exception) -> str:

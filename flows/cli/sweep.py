@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @SET
-@click.option("--at-once", type=click.IntRange(min=1), metavar="N", help="Most cells that run at the same time.")
+@click.option("--at-once", type=click.IntRange(1, 1000), metavar="N", help="Most cells that run at the same time.")
 @click.option("--dry-run", is_flag=True, help="Print the cells; start nothing.")
 @click.option("--resume", is_flag=True, help="Continue the newest sweep of these cells; an error where there is none.")
 @click.option("--new", is_flag=True, help="Begin a new sweep though one of these cells has not ended.")

@@ -1,7 +1,6 @@
 """A sweep driven in the foreground: a table of its cells on a terminal, a line per change elsewhere."""
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
 
@@ -10,6 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from flows.cli.plain import say
 from flows.cli.progress import clock
 from slipstream.sweep.expand import shown
 from slipstream.sweep.rank import CellResult
@@ -26,13 +26,13 @@ STYLES = {"finished": "green", "failed": "red", "running": "cyan", "starting": "
 def drive_shown(sweep: SweepFolder, cells: Cells, retry_failed: bool, by_person: bool = True) -> int:
     """Drive the sweep and show it; 0 where every cell has finished or was stopped early, 130 after Ctrl-C, else 1."""
     spec = sweep.spec()
-    print(f"sweep folder: {sweep.path}", flush=True)
+    say(f"sweep folder: {sweep.path}")
     try:
         with stopping("the cells"), _showing(spec) as tell:
             look = drive(sweep, cells, retry_failed, tell, by_person=by_person)
     except (KeyboardInterrupt, SweepStopped) as error:
         reason = f": {error}" if isinstance(error, SweepStopped) else ""
-        print(f"stopped{reason}; go on with: slipstream sweep {sweep.path}", file=sys.stderr)
+        say(f"stopped{reason}; go on with: slipstream sweep {sweep.path}", err=True)
         return 130
     return _told(sweep, look)
 
@@ -114,16 +114,16 @@ class PlainCells:
 def _told(sweep: SweepFolder, look: Look) -> int:
     """Say how the sweep ended; the exit code."""
     outcome = sweep.outcome()
-    print(f"{sweep.sweep_id}: {outcome.get('reason', '')}")
+    say(f"{sweep.sweep_id}: {outcome.get('reason', '')}")
     left = [result for result in look.results if result.state not in ("finished", "stopped early")]
     for result in left:
         why = f": {result.reason}" if result.reason else ""
-        print(f"  {result.id} {result.state}{why}", file=sys.stderr)
+        say(f"  {result.id} {result.state}{why}", err=True)
     if (sweep.path / "best.toml").is_file():
-        print(f"  best cell  {sweep.path / 'best.toml'}")
-    print(f"  report     {sweep.report_file}")
+        say(f"  best cell  {sweep.path / 'best.toml'}")
+    say(f"  report     {sweep.report_file}")
     if outcome.get("left"):
-        print(f"go on with a larger gpu_hours in the sweep's file, or in {sweep.sweep_file}", file=sys.stderr)
+        say(f"go on with a larger gpu_hours in the sweep's file, or in {sweep.sweep_file}", err=True)
     elif left:
-        print(f"try them again: slipstream sweep {sweep.path} --retry-failed", file=sys.stderr)
+        say(f"try them again: slipstream sweep {sweep.path} --retry-failed", err=True)
     return 1 if left else 0

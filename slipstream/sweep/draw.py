@@ -4,6 +4,7 @@ What is missing is drawn as missing: a hatched field, or a cross, with a word th
 """
 
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from slipstream.sweep.rank import FINISHED, Ranking, Row
 from slipstream.sweep.spec import same
 
 MOST_TICKS = 12  # values of an axis that are still drawn as fields
+MOST_LETTERS, MOST_OF_A_TITLE, MOST_DIGITS = 32, 100, 12
+ROOM = 12  # letters beneath a field
 INK, PALE, GRID, BLUE, ORANGE = "#111827", "#9ca3af", "#e5e7eb", "#2563eb", "#ea580c"
 
 
@@ -26,6 +29,11 @@ class Quantity:
     form: str
     of: Callable[[Row], float | None]
     better: str = ""
+
+    def text(self, value: float) -> str:
+        """A number of it as it is drawn."""
+        text = self.form.format(value)
+        return text if len(text) <= MOST_DIGITS else f"{value:.3g}"
 
 
 QUANTITIES = (
@@ -77,6 +85,23 @@ def picture(quantity: Quantity, ranking: Ranking, keys: Sequence[str]) -> bytes:
     return _fields(quantity, ranking, keys, across, down)
 
 
+def written(text: str, most: int = MOST_LETTERS) -> str:
+    """A text of the user's as it is drawn: its end where it is long, and never read as a formula."""
+    plain = "".join(letter if letter.isprintable() else "·" for letter in text)
+    return (plain if len(plain) <= most else f"…{plain[1 - most :]}").replace("$", r"\$")
+
+
+def _labels(values: Sequence[Any]) -> list[str]:
+    return [written(shown(value)) for value in values]
+
+
+def _label_across(axis: Any, places: Sequence[int], values: Sequence[Any]) -> None:
+    """Long ones aslant, so that they do not lie on each other."""
+    labels = _labels(values)
+    slant = {"rotation": 20, "ha": "right"} if any(len(label) > ROOM for label in labels) else {}
+    axis.set_xticks(places, labels, **slant)
+
+
 def _figure(width: float, height: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
@@ -90,12 +115,14 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 def _png(figure: Any) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # drawn as a box; the table has it
+        figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def _heading(axis: Any, text: str) -> None:
-    axis.set_title(text, fontsize=10.5, color=INK, loc="left", pad=10)
+    axis.set_title(written(text, MOST_OF_A_TITLE), fontsize=10.5, color=INK, loc="left", pad=10)
 
 
 def _colours(quantity: Quantity, numbers: Sequence[float]) -> tuple[Any, Any]:
@@ -139,16 +166,16 @@ def _fields(
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
         measured = sum(quantity.of(row) is not None for row in rows)
         part = f"\n({measured} of {len(rows)})" if measured < len(rows) else ""
-        text = quantity.form.format(mean) + part
+        text = quantity.text(mean) + part
         axis.text(x, y, text, ha="center", va="center", fontsize=10, color="white" if dark else INK)
     axis.set_xlim(-0.5, len(across) - 0.5)
     axis.set_ylim(-0.5, len(down) - 0.5)
-    axis.set_xticks(range(len(across)), [shown(value) for value in across])
-    axis.set_yticks(range(len(down)), [shown(value) for value in down])
+    _label_across(axis, range(len(across)), across)
+    axis.set_yticks(range(len(down)), _labels(down))
     axis.tick_params(length=0)
     axis.spines[["left", "bottom"]].set_visible(False)
-    axis.set_xlabel(keys[0], fontsize=9, color="#4b5563")
-    axis.set_ylabel(keys[1], fontsize=9, color="#4b5563")
+    axis.set_xlabel(written(keys[0]), fontsize=9, color="#4b5563")
+    axis.set_ylabel(written(keys[1]), fontsize=9, color="#4b5563")
     _heading(axis, f"{title_of(quantity, ranking)} [{quantity.unit}]")
     return _png(figure)
 
@@ -167,12 +194,13 @@ def _lines(quantity: Quantity, ranking: Ranking, key: str) -> bytes:
     axis.plot([x for x, _ in drawn], [y for _, y in drawn], color=BLUE, marker="o", linewidth=1.5, markersize=5)
     for x, y in drawn:
         offset = {"textcoords": "offset points", "xytext": (0, 7)}
-        axis.annotate(quantity.form.format(y), (x, y), ha="center", fontsize=8, color=INK, **offset)
+        axis.annotate(quantity.text(y), (x, y), ha="center", fontsize=8, color=INK, **offset)
     axis.margins(x=0.08, y=0.2)
     if drawn and min(y for _, y in drawn) >= 0:
         axis.set_ylim(bottom=0)
-    axis.set_xticks(range(len(values)), [shown(value) for value in values])
-    axis.set_xlabel(key, fontsize=9, color="#4b5563")
+    every = -(-len(values) // MOST_TICKS)
+    _label_across(axis, range(0, len(values), every), values[::every])
+    axis.set_xlabel(written(key), fontsize=9, color="#4b5563")
     axis.set_ylabel(quantity.unit, fontsize=9, color="#4b5563")
     axis.grid(axis="y", color=GRID)
     _heading(axis, title_of(quantity, ranking))
@@ -193,7 +221,7 @@ def _points(quantity: Quantity, ranking: Ranking, keys: Sequence[str]) -> bytes:
         else:
             look = {"markersize": 11, "markeredgecolor": PALE, "color": colours(0.1 + 0.75 * float(scale(value)))}
             axis.plot(x, y, marker="o", linestyle="none", **look)
-        word = word_for_missing(quantity, row, ranking.metric) if value is None else quantity.form.format(value)
+        word = word_for_missing(quantity, row, ranking.metric) if value is None else quantity.text(value)
         offset = {"textcoords": "offset points", "xytext": (0, 8)}
         axis.annotate(word, (x, y), ha="center", fontsize=7, color=INK, **offset)
     for key, set_scale, label in zip(
@@ -203,7 +231,7 @@ def _points(quantity: Quantity, ranking: Ranking, keys: Sequence[str]) -> bytes:
         numbers = [value for value in given if isinstance(value, int | float)]
         if len(numbers) == len(given) and min(numbers) > 0 and max(numbers) >= 20 * min(numbers):
             set_scale("log")
-        label(key, fontsize=9, color="#4b5563")
+        label(written(key), fontsize=9, color="#4b5563")
     axis.margins(0.12, 0.18)
     _heading(axis, f"{title_of(quantity, ranking)} [{quantity.unit}]")
     return _png(figure)
@@ -241,6 +269,6 @@ def pareto_picture(ranking: Ranking) -> bytes | None:
     axis.grid(color=GRID)
     axis.set_axisbelow(True)
     axis.set_xlabel("trained tokens/s", fontsize=9, color="#4b5563")
-    axis.set_ylabel(f"final {ranking.metric}", fontsize=9, color="#4b5563")
+    axis.set_ylabel(written(f"final {ranking.metric}"), fontsize=9, color="#4b5563")
     _heading(axis, "Pareto front: no other finished cell is better in one and as good in the other")
     return _png(figure)

@@ -4,16 +4,15 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.config_file import ConfigError, Problem, parse_config
 from slipstream.config_schema import format_value
 from slipstream.run_config import RunConfig
-from slipstream.sweep.spec import Range, SweepConfig, same
+from slipstream.sweep.spec import MOST_CELLS, Range, SweepConfig, same
 
-MOST_CELLS = 1000
 TRIES = 100  # draws of a random cell that was drawn before, until the space counts as used up
 DEFAULT = ""  # as a value: the key's default
 
@@ -57,7 +56,8 @@ def expand(sweep: SweepConfig) -> tuple[CellSpec, ...]:
         else:
             raise ConfigError([_too_many(size)], "the sweep")
     if len(found) > MOST_CELLS:
-        raise ConfigError([_too_many(len(found))], "the sweep")
+        message = f"are more than {MOST_CELLS}: leave some out"
+        raise ConfigError([Problem("cells", len(found), message)], "the sweep")
     width = max(2, len(str(len(found) - 1)))
     return tuple(CellSpec(f"c{index:0{width}d}", values) for index, values in enumerate(found))
 
@@ -124,9 +124,20 @@ def configure_all(base: RunConfig, sweep: SweepConfig, cells: Sequence[CellSpec]
             configs[cell.id] = configure(base, sweep.set, cell)
         except ConfigError as error:
             refused += [(cell, problem) for problem in error.problems]
-    if not refused:
-        return configs
-    raise ConfigError(together(refused), "the sweep")
+    if refused:
+        raise ConfigError(together(refused), "the sweep")
+    if twins := list(_twins(cells, configs)):
+        raise ConfigError(twins, "the sweep")
+    return configs
+
+
+def _twins(cells: Sequence[CellSpec], configs: Mapping[str, RunConfig]) -> Iterator[Problem]:
+    """Cells that would be the same run as an earlier one, written otherwise: 1 and "1" of a text, a default and ""."""
+    first: dict[str, CellSpec] = {}
+    for cell in cells:
+        earlier = first.setdefault(configs[cell.id].model_dump_json(), cell)
+        if earlier is not cell:
+            yield Problem(f"cell {cell.id}", None, f"{cell} is the same run as {earlier} ({earlier.id}): leave one out")
 
 
 def together(refused: Sequence[tuple[CellSpec, Problem]]) -> list[Problem]:

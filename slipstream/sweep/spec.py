@@ -1,6 +1,7 @@
 """What a sweep file says."""
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,11 @@ from slipstream.config_section import Section
 from slipstream.run_config import Name
 
 HELD_OUT, TRAINING = "eval/reward", "reward"
-RANGE_KEYS = {"low", "high", "log"}
+MOST_CELLS = 1000
+BOUNDS = {"low", "high"}  # of a range; no section of a run has such keys
+RANGE_WRONG = (
+    "a range is written like {low = 1e-6, high = 1e-4, log = true}, with finite numbers; a list like [0, 2, 8]"
+)
 OF_THE_SWEEP = {
     "name": "cells are named after the sweep: set the sweep's own name",
     "storage.root": "all cells of a sweep lie in one storage root: give it under [set], or with --set storage.root=…",
@@ -67,7 +72,7 @@ class SweepConfig(Section):
     method: Literal["grid", "list", "random"] = Field(
         "grid", title="Method", description="grid: all combinations; list: the given cells; random: some combinations."
     )
-    samples: int | None = Field(None, title="Samples", ge=1, le=10_000, description="Cells of a random sweep.")
+    samples: int | None = Field(None, title="Samples", ge=1, le=MOST_CELLS, description="Cells of a random sweep.")
     seed: int = Field(0, title="Seed", ge=0, description="Seed of a random sweep.")
     cells_at_once: int = Field(1, title="Cells at once", ge=1, description="Most cells that run at the same time.")
     gpu_hours: float | None = Field(
@@ -105,7 +110,7 @@ class SweepConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> "SweepConfig":
-        problems = [*self._method_problems(), *self._axis_problems(), *self._key_problems()]
+        problems = [*self._method_problems(), *self._axis_problems(), *self._key_problems(), *self._value_problems()]
         if problems:
             raise Impossible(problems)
         return self
@@ -154,6 +159,14 @@ class SweepConfig(Section):
                 elif place != "set" and key in self.set:
                     yield f"set.{key}", self.set[key], "is given for each cell too: leave it out in one of the places"
 
+    def _value_problems(self) -> Iterator[tuple[str, Any, str]]:
+        axes = ((f"axes.{key}", value) for key, values in self.axes.items() for value in _listed(values))
+        fixed = ((f"set.{key}", value) for key, value in self.set.items())
+        cells = ((f"cells[{n}].{key}", value) for n, cell in enumerate(self.cells) for key, value in cell.items())
+        for name, value in (*axes, *fixed, *cells):
+            if why := _no_setting(value):
+                yield name, value, why
+
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys that cells differ in, in the order of the file."""
@@ -167,9 +180,31 @@ def same(one: Any, other: Any) -> bool:
     return bool(isinstance(one, bool) == isinstance(other, bool) and one == other)
 
 
+def _listed(values: "list[Any] | Range") -> list[Any]:
+    return values if isinstance(values, list) else []
+
+
+def _no_setting(value: Any) -> str:
+    """Why a value of TOML can be no value of a setting; '' where it can."""
+    if isinstance(value, list):
+        return next(filter(None, map(_no_setting, value)), "")
+    if isinstance(value, float) and not math.isfinite(value):
+        return "is no number that a setting takes: give a finite one"
+    if isinstance(value, bool | int | float | str):
+        return ""
+    if isinstance(value, dict):
+        return "is a table: give a text, a number, true, false or a list of those"
+    return "is a date or a time: put it in quotes where it is meant as text"
+
+
 def load_sweep(path: Path) -> SweepConfig:
     """Read a sweep file. Raises ConfigError with all problems."""
-    if not path.is_file():
+    if path.is_dir():
+        message = (
+            "this is a folder that holds no sweep: name the sweep's .toml file, or the folder that a sweep has made"
+        )
+        raise ConfigError([Problem("", None, message)], str(path))
+    if not path.exists():
         message = (
             f"there is no such file (looked for {path.absolute()}): examples/sweeps/demo.toml is one to start from"
         )
@@ -179,28 +214,47 @@ def load_sweep(path: Path) -> SweepConfig:
 
 def parse_sweep(values: Mapping[str, Any], source: str = "the sweep") -> SweepConfig:
     """`load_sweep` for values that are read already. Keys with dots may be quoted or not. Raises ConfigError."""
-    given = dict(values)
+    given, twice = dict(values), list[Problem]()
     for name in ("axes", "set"):
         if isinstance(given.get(name), dict):
-            given[name] = flat(given[name])
+            given[name] = _flat(given[name], name, twice)
     if isinstance(given.get("cells"), list):
-        given["cells"] = [flat(cell) if isinstance(cell, dict) else cell for cell in given["cells"]]
+        given["cells"] = [
+            _flat(cell, f"cells[{n}]", twice) if isinstance(cell, dict) else cell
+            for n, cell in enumerate(given["cells"])
+        ]
+    if twice:
+        raise ConfigError(twice, source)
     try:
         return SweepConfig.model_validate(given, strict=True)
     except ValidationError as error:
         raise ConfigError(list(_problems(error)), source) from None
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys; a range stays a table."""
+def _flat(values: Mapping[str, Any], place: str, twice: list[Problem]) -> dict[str, Any]:
+    """`flat`; what is there by two ways of writing a key is added to `twice`."""
     found: dict[str, Any] = {}
-    for key, value in values.items():
-        is_range = isinstance(value, dict) and RANGE_KEYS >= set(value) >= {"low", "high"}
-        if isinstance(value, dict) and not is_range:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
+    for key, value in flat_items(values):
+        if key in found:
+            twice.append(
+                Problem(f"{place}.{key}", value, f"is there twice (also {format_value(found[key])}): leave one out")
+            )
+        found[key] = value
     return found
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested tables as dotted keys; a range stays a table."""
+    return dict(flat_items(values))
+
+
+def flat_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The items of `flat`, one way of writing a key after another."""
+    for key, value in values.items():
+        if isinstance(value, dict) and not BOUNDS & set(value):
+            yield from flat_items(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def _problems(error: ValidationError) -> Iterator[Problem]:
@@ -213,17 +267,32 @@ def _problems(error: ValidationError) -> Iterator[Problem]:
             for name, value, message in impossible.problems:
                 yield Problem(f"{key}.{name}" if key else name, value, message)
         elif key.startswith("axes."):
-            axis = ".".join(loc[:2])
+            axis, ranged = ".".join(loc[:2]), len(loc) > 2
             if axis not in seen and not (isinstance(detail["input"], dict) and detail["type"] == "list_type"):
                 seen.add(axis)
-                yield Problem(axis, detail["input"], "is no list of values: write it like [0, 2, 8]")
+                wrong = RANGE_WRONG if ranged else "is no list of values: write it like [0, 2, 8]"
+                missing = detail["type"] == "missing"
+                yield Problem(".".join(loc[:3]), None if missing else detail["input"], wrong)
         elif detail["type"] == "extra_forbidden":
             yield Problem(key, detail["input"], _unknown_field(loc[-1]))
         elif detail["type"] == "missing":
             yield Problem(key, None, f"missing, and there is no default. It takes: {_about(loc)}")
         else:
-            said = str(detail["msg"]).removeprefix("Input should be ").removeprefix("String should ")
-            yield Problem(key, detail["input"], f"must be {said}: {_about(loc)}")
+            yield Problem(key, detail["input"], f"{_said(detail)}: {_about(loc)}")
+
+
+def _said(detail: Mapping[str, Any]) -> str:
+    """A refusal in words of the file, not of the code."""
+    kind = str(detail["type"])
+    if kind in ("dict_type", "model_type"):
+        return "must be a table"
+    if kind == "list_type":
+        return "must be a list"
+    if kind == "string_pattern_mismatch":
+        return "is not possible"
+    if kind == "string_too_short":
+        return "must not be empty"
+    return f"must be {str(detail['msg']).removeprefix('Input should be ')}"
 
 
 def _unknown_field(name: str) -> str:

@@ -117,8 +117,10 @@ def test_two_by_two_cells_are_flow_runs_of_their_own_and_the_page_has_their_numb
 
 
 def test_a_killed_parent_is_started_again_and_no_cell_is_run_twice(front: Front) -> None:
+    """Nor is one whose flow dies before it has a folder: it is the same flow run that is started again."""
     hold(front.root, 3)
     flow_run, sweep = begin(front, name="killed")
+    front.die_in_prepare("quick")  # the parent has looked at its cells by now
     wait_until(lambda: is_held(sweep.run("c00")), "the first cell trains", CELLS_S)
     pid = flow_process(front, flow_run)
     assert pid is not None
@@ -130,6 +132,7 @@ def test_a_killed_parent_is_started_again_and_no_cell_is_run_twice(front: Front)
     assert {lead.flow_run for lead in read_leads(sweep.as_run)} == {flow_run}
     runs = cell_runs(front, sweep)
     assert [run["state"]["type"] for run in runs] == ["COMPLETED"] * 2
+    assert [run["run_count"] for run in runs] == [2, 1]
     assert [sweep.run(cell).attempts() for cell in ("c00", "c01")] == [[1], [1]]
     assert sweep.outcome()["kind"] == "finish"
     assert set(artifacts(front, flow_run)) == {"sweep-table", "sweep-pictures"}

@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 
 from cluster.jobs import record_job
+from flows.cli.clean import _act
 from slipstream.run_folder import write_json
-from tasks.clean import REMAINS, Stays, remove, survey, what_goes
+from tasks import clean as cleaning
+from tasks.clean import REMAINS, Gone, Stays, remove, survey, what_goes
+from tasks.clean_policy import Found
 from tasks.lease import claim, held_lease, release
 from tests.old_runs import DAY, a_run, clean, goes, job, stays
 
@@ -40,7 +43,9 @@ def test_a_run_that_somebody_leads_stays(tmp_path: Path) -> None:
         (found,) = survey(tmp_path)
         assert holder.stdout.readline() == b"held\n"
         assert stays(tmp_path) == {"run": f"pid {holder.pid} on {socket.gethostname()} leads it"}
-        with pytest.raises(Stays, match="is running"):  # begun after it was looked at
+        with pytest.raises(
+            Stays, match=f"pid {holder.pid} on .* leads it, or removes it now: clean again"
+        ):  # begun after it was looked at
             remove(tmp_path, found)
     finally:
         holder.kill()
@@ -87,7 +92,7 @@ def test_a_run_begun_anew_since_it_was_looked_at_stays(tmp_path: Path) -> None:
         remove(tmp_path, found)
     assert run.run_file.exists()
     shutil.rmtree(run.path)
-    with pytest.raises(Stays, match="not there any more"):
+    with pytest.raises(Gone, match="somebody else has removed it"):
         remove(tmp_path, found)
 
 
@@ -213,3 +218,19 @@ def test_the_claim_of_a_cleaned_run_is_whole_json(tmp_path: Path) -> None:
     with pytest.raises(Stays):
         remove(tmp_path, found)
     assert json.loads((run.path / "lease.json").read_text())["released"]
+
+
+def test_what_another_removal_has_removed_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        a_run(tmp_path, name)
+    removal = cleaning.remove
+
+    def after_another(root: Path, one: Found) -> None:
+        shutil.rmtree(root / "b", ignore_errors=True)
+        removal(root, one)
+
+    monkeypatch.setattr(cleaning, "remove", after_another)
+    assert _act(tmp_path, survey(tmp_path), False) == 0
+    assert capsys.readouterr().out == "removed a\nb: somebody else has removed it\n"

@@ -9,14 +9,15 @@ import pytest
 from cluster.decide import Kind
 from flows.cli.own import HERE, own_command
 from slipstream.config_file import ConfigError, load_config, parse_config
-from slipstream.run_folder import RunFolder, RunFolderError, write_json
+from slipstream.run_folder import DamagedFile, RunFolder, RunFolderError, write_json
 from slipstream.sweep.schedule import BUDGET, INTERRUPT, Phase
 from slipstream.sweep.spec import parse_sweep
 from tasks.outcome import Outcome, write_outcome
 from tasks.stop import request_cancel
 from tasks.sweep_cells import View, gpu_hours, look_at, requester
 from tasks.sweep_folder import Note, SweepFolder, is_sweep
-from tasks.sweep_prepare import create, resolve, unfinished
+from tasks.sweep_prepare import create, remarks, resolve, unfinished
+from tasks.sweep_stop import stop_cells
 
 BASE = '[model]\nname = "m"\n[data]\nsource = "d"\n[storage]\nroot = "{root}"\n'
 
@@ -64,6 +65,9 @@ def test_the_newest_sweep_of_the_same_cells_that_is_not_over(tmp_path: Path) -> 
     assert unfinished(resolved) is None
     assert unfinished(resolved, finished_too=True) is not None
     assert unfinished(resolve(other, tmp_path, {}), finished_too=True) is None
+    (second.path / "made.json").write_text("{")
+    assert (found := unfinished(resolved, finished_too=True)) is not None
+    assert found.path == first.path, "a damaged one hides no other"
 
 
 def test_settings_of_the_command_line_win_and_an_axis_is_not_one(tmp_path: Path) -> None:
@@ -100,6 +104,44 @@ def test_gpu_hours_are_those_of_leaders_and_a_queue_costs_nothing(tmp_path: Path
     assert gpu_hours(run, config) == pytest.approx(4 + 4 + 0.5 + 1)
 
 
+def test_a_damaged_beat_costs_nothing_and_harms_nobody(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "r")
+    config = parse_config({"model": {"name": "m"}, "data": {"source": "d"}})
+    write_json(run.heartbeat_file("learner"), {"incarnation": "b", "started": "noon", "time": 9.0})
+    assert gpu_hours(run, config) == 0.0
+
+
+@pytest.mark.parametrize("text", [None, "{", "[1]", '[{"id": "c00"}]', "5"])
+def test_a_sweep_without_its_cells_says_so_and_can_still_be_stopped(sweep: SweepFolder, text: str | None) -> None:
+    path = sweep.path / "cells.json"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(DamagedFile, match=r"cells.json is .*: without it nobody knows .* --new"):
+        sweep.cells()
+    begun(sweep)
+    assert stop_cells(sweep, "anna: enough") == ["c00"]
+
+
+def test_what_a_note_cannot_be_counts_as_not_noted(sweep: SweepFolder) -> None:
+    damaged = {"starts": "x", "pid": True, "host": 5, "serial": 7, "started": float("nan"), "again": 1, "more": 0}
+    write_json(sweep.path / "state.json", {"c00": damaged, "c01": []})
+    assert sweep.notes() == {"c00": Note(serial=7), "c01": Note()}
+
+
+def test_a_base_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    spec = parse_sweep({"base": "b", "axes": {"trainer.seed": [1]}})
+    for base, said in (("~nobody-of-that-name/x", "nobody knows that home"), ("a" * 5000, "File name too long")):
+        with pytest.raises(ConfigError, match=f"base = .*{said}"):
+            resolve(spec.model_copy(update={"base": base}), tmp_path, {})
+
+
+def test_a_metric_that_nobody_measures_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "b.toml").write_text(BASE.format(root="runs"))
+    spec = parse_sweep({"base": "b.toml", "axes": {"trainer.seed": [1]}, "metric": "accuracy"})
+    (found,) = remarks(resolve(spec, tmp_path, {}))
+    assert str(found).startswith('metric = "accuracy": no run records such a metric')
+    assert not remarks(resolve(spec.model_copy(update={"metric": "reward"}), tmp_path, {}))
+
+
 def begun(sweep: SweepFolder) -> RunFolder:
     run = RunFolder.create(sweep.path.parent, "s-0-c00")
     run.run_file.write_text("")
@@ -120,6 +162,9 @@ def test_how_a_cell_stands(sweep: SweepFolder) -> None:
     run = begun(sweep)
     assert phase(none, View(led=True)) is Phase.RUNNING
     assert not look_at(sweep, "c00", none, View(), 0.0)[0].led
+    assert phase(Note(problem="its flow run is Failed"), View(led=True)) is Phase.RUNNING, "it has begun all the same"
+    request_cancel(run, requester(sweep), "started too often")
+    assert phase(Note(problem="started too often"), View(led=True)) is Phase.FAILED
     write_outcome(run, Outcome(Kind.FAIL, "out of luck"), 1)
     assert look_at(sweep, "c00", none, View(alive=True), 0.0)[1] == "out of luck"
     assert phase(Note(attempt=1), View(alive=True)) is Phase.STARTING, "a resume is on its way"

@@ -1,6 +1,7 @@
 """What is measured of a cell, how cells are compared, and what the report says."""
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.sweep.draw import QUANTITIES, distinct, word_for_missing
+from slipstream.sweep.draw import QUANTITIES, distinct, word_for_missing, written
 from slipstream.sweep.measure import Measured, Point, measure
 from slipstream.sweep.rank import CellResult, front, rank
 from slipstream.sweep.report import SweepReport, draw_all, markdown, page, short_names, write_sweep_report
@@ -182,6 +183,23 @@ def test_pictures_over_one_axis_over_many_values_and_over_values_that_are_not_th
     ranking = rank(results, HELD_OUT, 0.3)
     drawn = draw_all(SweepReport("s", "b", keys, ranking, "", {}))
     assert set(drawn) == {"time_to_reward", "tokens_per_s", "reward", "pareto"}
+
+
+def test_a_value_is_drawn_as_it_is_whatever_stands_in_it() -> None:
+    """No formula, also where it looks like one; and a picture has room left beside a long path."""
+    names = ["$\\nonsense$", "a$b$c", "/scratch/of/somebody/" + "model" * 40, "\u6570\u636e", "\x01\n"]
+    for keys in (["model.name"], ["model.name", "data.source"]):
+        results = [
+            cell(f"c{n:02d}", values={"model.name": name, "data.source": name}, curve=[n / 5], metric="$\\x$", rate=1.0)
+            for n, name in enumerate(names)
+        ]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            drawn = draw_all(SweepReport("s", "b", keys, rank(results, "$\\x$", None), "", {}))
+        assert len(drawn) == 4
+    assert written("m" * 99) == "…" + "m" * 31
+    assert written("a$b") == "a\\$b"
+    assert QUANTITIES[1].text(1e300) == "1e+300"
 
 
 def test_axes_are_ordered_by_number_and_short_where_that_is_clear() -> None:

@@ -14,6 +14,7 @@ from slipstream.sweep.expand import CellSpec, configure_all, expand, override
 from slipstream.sweep.spec import SweepConfig, load_sweep, parse_sweep, same
 
 BASE = parse_config({"model": {"name": "m"}, "data": {"source": "d"}, "trainer": {"max_steps": 5, "seed": 3}})
+RANDOM = 'base = "b"\nmethod = "random"\nsamples = 2\n[axes]\n'
 AXES = '[axes]\n"trainer.max_staleness" = [0, 2]\n'
 
 
@@ -48,6 +49,26 @@ def sweep_of(text: str) -> SweepConfig:
             'base = "b"\nmethod = "random"\nsamples = 2\n[axes]\n"trainer.learning_rate" = {low = 0, high = 1, log = true}',
             ["axes.trainer.learning_rate.low = 0: a logarithmic scale needs it above 0"],
         ),
+        (f'{RANDOM}"trainer.seed" = {{low = 1}}', ["axes.trainer.seed.high: a range is written like {low ="]),
+        (f'{RANDOM}"trainer.seed" = {{low = 1, high = nan}}', ["seed.high = nan: a range", "finite numbers"]),
+        (
+            f'{RANDOM}"trainer.seed" = {{low = 1, high = 5, step = 2}}',
+            ["1 problem", "seed.step = 2: a range is written"],
+        ),
+        (f'samples = 5000\n{RANDOM}"trainer.seed" = [1]'.replace("samples = 2\n", ""), ["samples = 5000", "1000"]),
+        ('base = "b"\n[axes]\n"trainer.seed" = [2020-01-01]', ["axes.trainer.seed = 2020-01-01: is a date", "quotes"]),
+        ('base = "b"\n[axes]\n"trainer.seed" = [inf]', ["axes.trainer.seed = inf: is no number that a setting takes"]),
+        ('base = "b"\n[axes]\n"trainer.seed" = [{a = 1}]', ["axes.trainer.seed = {a = 1}: is a table"]),
+        (f'base = "b"\n{AXES}[set]\n"trainer.seed" = 10:30:00', ["set.trainer.seed = 10:30:00: is a date or a time"]),
+        ('base = "b"\nmethod = "list"\n[[cells]]\n"trainer.seed" = nan', ["cells[0].trainer.seed = nan: is no number"]),
+        (
+            'base = "b"\n[axes]\n"trainer.seed" = [1]\n[axes.trainer]\nseed = [2]',
+            ["axes.trainer.seed = [2]: is there twice (also [1])"],
+        ),
+        (f'base = ""\n{AXES}', ['base = "": must not be empty']),
+        (f'base = "b"\nname = "a/b"\n{AXES}', ['name = "a/b": is not possible', "letters, digits"]),
+        (f'base = "b"\nhalving = "yes"\n{AXES}', ['halving = "yes": must be a table']),
+        ('base = "b"\naxes = 3', ["axes = 3: must be a table"]),
     ],
 )
 def test_a_refusal_names_key_value_and_way_out(text: str, words: list[str]) -> None:
@@ -73,6 +94,25 @@ def test_a_missing_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
         ConfigError, match=r"there is no such file \(looked for .*none.toml\): examples/sweeps/demo.toml"
     ):
         load_sweep(tmp_path / "none.toml")
+
+
+def test_a_folder_is_no_sweep_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"this is a folder that holds no sweep: name the sweep's \.toml file"):
+        load_sweep(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("axis", "said"),
+    [
+        ('"model.revision" = ["a", 7, "7"]', "cell c02: revision 7 is the same run as revision 7 (c01)"),
+        ('"trainer.seed" = [42, ""]', "cell c01: seed default is the same run as seed 42 (c00)"),
+    ],
+)
+def test_two_cells_are_never_the_same_run(axis: str, said: str) -> None:
+    sweep = sweep_of(f'base = "b"\n[axes]\n{axis}')
+    with pytest.raises(ConfigError) as caught:
+        configure_all(BASE, sweep, expand(sweep))
+    assert said in str(caught.value)
 
 
 def test_what_no_run_can_be_is_told_of_all_cells_at_once() -> None:
