@@ -42,8 +42,10 @@ def uninterrupted(deliver_after: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `handler` on INT, TERM and HUP inside. Main thread only."""
-    previous = {number: signal.signal(number, handler) for number in SIGNALS}
+    """Call `handler` on INT, TERM and HUP inside; not on a HUP that is ignored, as below nohup. Main thread only."""
+    hangs_on = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    taken = [number for number in SIGNALS if not (hangs_on and number == signal.SIGHUP)]
+    previous = {number: signal.signal(number, handler) for number in taken}
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tasks.interrupt import SIGNALS, stopping
+from tasks.interrupt import SIGNALS, handling, stopping
 
 
 class Gone(io.StringIO):
@@ -14,6 +14,11 @@ class Gone(io.StringIO):
 
     def write(self, _text: str) -> int:
         raise OSError(5, "Input/output error")
+
+
+def default_hangup() -> None:
+    """The tests may run below nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -24,6 +29,7 @@ def test_the_first_signal_stops_and_the_others_change_nothing(
     asked: list[str] = []
     after: list[str] = []
     monkeypatch.setattr(sys, "stderr", terminal())
+    default_hangup()
     with stopping("the run", asked.append):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
@@ -37,3 +43,19 @@ def test_it_says_what_is_stopped(capsys: pytest.CaptureFixture[str]) -> None:
     with stopping("the cells"), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
     assert "stopping the cells (SIGTERM)" in capsys.readouterr().err
+
+
+def test_below_nohup_a_closed_terminal_ends_nothing() -> None:
+    taken: list[int] = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with handling(lambda number, frame: taken.append(number)):
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with handling(lambda number, frame: taken.append(number)):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert taken == [signal.SIGTERM, signal.SIGHUP]
