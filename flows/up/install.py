@@ -3,6 +3,7 @@
 What is written is made by pure functions; `install` and `uninstall` put it there. Both may be repeated.
 """
 
+import contextlib
 import getpass
 import os
 import re
@@ -18,10 +19,12 @@ from flows.cli.plain import HOME
 from flows.up import state as up_state
 from flows.up.run import COMMAND, SERVER, WORKERS
 from slipstream.instance import HOME_ENV, INSTANCE_ENV, home, instance_id
+from slipstream.process import how_ended
 from slipstream.run_folder import write_atomic
 
 CLIENT_TIMEOUT_S = 60
 KEPT = ("PATH", "PYTHONPATH", "LANG", "SLURM_CONF")
+NO_CRONTAB = re.compile(r"no crontab|no such file", re.IGNORECASE)  # of this user, as each cron says it
 WITH_PASSWORD = re.compile(r"://[^/@]*:[^/@]*@")
 
 
@@ -148,7 +151,10 @@ def cron_lines(place: Place) -> list[str]:
 
 
 def with_block(crontab: str, instance: str, block: Sequence[str]) -> str:
-    """`crontab` with our block exchanged, added or (where `block` is empty) taken out; other lines stay as they are."""
+    """`crontab` with our block exchanged, added or (where `block` is empty) taken out; other lines stay as they are.
+
+    Raises UpError where our block has lost its last line: what follows may be the user's.
+    """
     first, last = marks(instance)
     kept: list[str] = []
     inside = False
@@ -159,6 +165,11 @@ def with_block(crontab: str, instance: str, block: Sequence[str]) -> str:
             inside = False
         elif not inside:
             kept.append(line)
+    if inside:
+        raise up_state.UpError(
+            f"the crontab has the line {first!r}, and after it no line {last!r}: remove the first and what belongs to "
+            "it by `crontab -e`, then repeat the command"
+        )
     lines = [*kept, *block]
     return "\n".join(lines) + "\n" if lines else ""
 
@@ -264,7 +275,10 @@ def _crontab(block: Sequence[str] = ()) -> str:
         raise up_state.UpError(
             f"neither systemd's user units nor cron: {error}; what would be needed:{lines}"
         ) from None
-    return done.stdout if done.returncode == 0 else ""  # "no crontab for USER"
+    said = done.stderr.strip() or done.stdout.strip()
+    if done.returncode and not NO_CRONTAB.search(said):  # what was not read must not be written over
+        raise up_state.UpError(f"`crontab -l` failed: {said or how_ended(done.returncode)}; nothing was changed")
+    return done.stdout if done.returncode == 0 else ""
 
 
 def uninstall(instance: str, say: Callable[[str], None]) -> None:
@@ -281,10 +295,9 @@ def uninstall(instance: str, say: Callable[[str], None]) -> None:
         if has_user_systemd():
             _must("systemctl", "--user", "daemon-reload")
     cron = False
-    try:
+    before = ""
+    with contextlib.suppress(up_state.UpError):
         before = _crontab()
-    except up_state.UpError:
-        before = ""
     if marks(instance)[0] in before:
         _must("crontab", "-", text=with_block(before, instance, []))
         cron = True

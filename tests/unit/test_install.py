@@ -100,7 +100,7 @@ case "$(basename $0) $*" in
   "systemctl --user show-environment") exit {systemd} ;;
   "systemctl --user is-active"*) exit 3 ;;
   "loginctl "*) echo Linger={linger} ;;
-  "crontab -l") cat {crontab} 2>/dev/null || exit 1 ;;
+  "crontab -l") cat {crontab} || {{ echo "${{NO_CRONTAB:-no crontab for alice}}" >&2; exit 1; }} ;;
   "crontab -") cat > {crontab} ;;
 esac
 """
@@ -189,6 +189,27 @@ def test_without_systemd_cron_is_used(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "s3cret-value" not in machine.crontab.read_text()
     uninstall("alice", machine.said.append)
     assert machine.crontab.read_text() == "0 3 * * * backup\n"
+
+
+def test_a_crontab_that_cannot_be_read_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, systemd=False)
+    machine.crontab.mkdir()  # what `cat` cannot read
+    monkeypatch.setenv("NO_CRONTAB", "crontab: cannot open your crontab: Input/output error")
+    with pytest.raises(UpError, match=r"`crontab -l` failed: (.|\n)*nothing was changed"):
+        install(here([]), machine.said.append)
+    assert machine.calls() == ["crontab -l"]
+    machine.crontab.rmdir()
+    monkeypatch.delenv("NO_CRONTAB")
+    install(here([]), machine.said.append)  # there is none yet
+    assert machine.crontab.read_text().splitlines() == cron_lines(here([]))
+
+
+def test_lines_after_a_block_without_an_end_are_not_taken_for_ours() -> None:
+    first, *_, last = cron_lines(PLACE)
+    text = f"{first}\n* * * * * ours\n0 3 * * * backup\n"
+    for block in ([], cron_lines(PLACE)):
+        with pytest.raises(UpError, match=f"no line '{last}'"):
+            with_block(text, "alice", block)
 
 
 def test_with_neither_the_lines_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
