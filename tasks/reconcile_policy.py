@@ -170,12 +170,14 @@ def _ended(run: Facts) -> Plan:
         return nothing(said, settled=True)
     if state == "CANCELLING":
         return Plan(Act.SET_STATE, said, "CANCELLED")
-    if state in ("SCHEDULED", "PENDING"):
-        if run.outcome is Kind.FINISH and state == "SCHEDULED":
-            return Plan(Act.SET_STATE, said, truth)
+    if state == "SCHEDULED" and run.outcome is not Kind.FINISH:
         return nothing(f"{said}; its flow run is to start again")
-    if state in ("RUNNING", "PAUSED") and run.age_s < SETTLE_S:
-        return nothing(f"{said}; its flow is to tell it")
+    if state == "PENDING" and run.seen_s < PENDING_S:
+        return nothing(f"{said}; a worker starts its flow run")
+    if state == "PENDING" and run.outcome is not Kind.FINISH:  # a person's retry, which the worker died over
+        return Plan(Act.SET_STATE, f"{said}; no worker has started its flow run for {run.seen_s:.0f} s", "SCHEDULED")
+    if state in ("RUNNING", "PAUSED") and min(run.age_s, run.flow.age_s) < SETTLE_S:
+        return nothing(f"{said}; its flow is to tell it, or has just been started")
     return Plan(Act.SET_STATE, said, truth)
 
 

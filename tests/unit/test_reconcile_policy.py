@@ -105,6 +105,16 @@ ROWS: list[tuple[str, Facts, Act, str]] = [
     ("cancelled, a crash forced on it", run("CRASHED", outcome=Kind.CANCELLED), Act.SET_STATE, "CANCELLED"),
     ("finished, then cancelled", run("CANCELLED", outcome=Kind.FINISH), Act.NOTHING, ""),
     ("a person starts it again", run("SCHEDULED", outcome=Kind.FAIL), Act.NOTHING, ""),
+    ("the same, a worker takes it", run("PENDING", outcome=Kind.FAIL), Act.NOTHING, ""),
+    (
+        "the same, a worker died over it",
+        run("PENDING", outcome=Kind.FAIL, seen_s=PENDING_S),
+        Act.SET_STATE,
+        "SCHEDULED",
+    ),
+    ("the same, it runs", replace(run(outcome=Kind.FAIL, age_s=9e4), flow=flow(age_s=1)), Act.NOTHING, ""),
+    ("the same, it was killed at once", run(outcome=Kind.FAIL, age_s=9e4), Act.SET_STATE, "FAILED"),
+    ("finished, a worker died over it", run("PENDING", outcome=Kind.FINISH, seen_s=9e4), Act.SET_STATE, "COMPLETED"),
     ("a start of one that has finished", run("SCHEDULED", outcome=Kind.FINISH), Act.SET_STATE, "COMPLETED"),
     ("all agree", run("COMPLETED", outcome=Kind.FINISH), Act.NOTHING, ""),
 ]
@@ -215,7 +225,10 @@ def test_a_run_that_has_ended_never_starts_again(run: Facts) -> None:
     plan = reconcile(run)
     if run.outcome is not None:
         assert plan.act in (Act.NOTHING, Act.STOP_JOBS, Act.SET_STATE)
-        assert plan.state not in ("RUNNING", "SCHEDULED")
+        assert plan.state != "RUNNING"
+        if plan.state == "SCHEDULED":  # a person's start, which a worker has dropped
+            assert run.flow is not None
+            assert run.flow.state == "PENDING"
 
 
 @given(facts)
