@@ -1,9 +1,10 @@
 """The few questions that are asked of a Prefect server without importing prefect, which takes seconds."""
 
 import base64
+import contextlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -95,13 +96,26 @@ class PrefectRest:
             why = str(error) or type(error).__name__
             raise PrefectAway(f"the Prefect server at {self.url} does not answer ({why})") from None
 
+    @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        """What answers something else than Prefect would is no Prefect that anything is known of."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            said = f"{type(error).__name__}: {error}"[:200]
+            raise PrefectAway(
+                f"what answers at {self.url} does not answer as Prefect 3 does ({said}): PREFECT_API_URL is to be the "
+                "address of its API, with /api at its end"
+            ) from None
+
     def flow_runs(self, ids: Iterable[str]) -> dict[str, FlowRun]:
         """Those of `ids` that the server knows."""
         wanted, found = sorted(set(ids)), {}
         for start in range(0, len(wanted), PAGE):
-            some = wanted[start : start + PAGE]
-            for value in self.call("POST", "flow_runs/filter", {"flow_runs": {"id": {"any_": some}}, "limit": PAGE}):
-                found[str(value["id"])] = self._flow_run(value)
+            some = {"flow_runs": {"id": {"any_": wanted[start : start + PAGE]}}, "limit": PAGE}
+            with self._understood():
+                for value in self.call("POST", "flow_runs/filter", some):
+                    found[str(value["id"])] = self._flow_run(value)
         return found
 
     def starting(self, tag: str, flows: Sequence[str]) -> list[FlowRun]:
@@ -113,7 +127,8 @@ class PrefectRest:
             "sort": "START_TIME_DESC",
             "limit": PAGE,
         }
-        return [self._flow_run(value) for value in self.call("POST", "flow_runs/filter", body)]
+        with self._understood():
+            return [self._flow_run(value) for value in self.call("POST", "flow_runs/filter", body)]
 
     def remove_ended(self, deployment: str, name: str, keep: int, most: int) -> int:
         """Delete flow runs of a deployment that have ended well in a state of that name, at most `most`, the newest first.
@@ -130,10 +145,11 @@ class PrefectRest:
             "offset": keep,
             "limit": most,
         }
-        found = self.call("POST", "flow_runs/filter", body)
-        for value in found:
-            self.call("DELETE", f"flow_runs/{value['id']}")
-        return len(found)
+        with self._understood():
+            found = self.call("POST", "flow_runs/filter", body)
+            for value in found:
+                self.call("DELETE", f"flow_runs/{value['id']}")
+            return len(found)
 
     def _flow_run(self, value: dict[str, Any]) -> FlowRun:
         state = value.get("state") or {}
@@ -163,7 +179,8 @@ class PrefectRest:
     def _states(self, flow_run: str) -> list[tuple[float, str]]:
         """(seconds since the epoch, type) of all its states, oldest first."""
         history = self.call("GET", f"flow_run_states/?flow_run_id={flow_run}")
-        return sorted((_epoch(state["timestamp"]), str(state["type"])) for state in history)
+        with self._understood():
+            return sorted((_epoch(state["timestamp"]), str(state["type"])) for state in history)
 
     def set_state(self, flow_run: FlowRun, state: str, name: str, message: str) -> bool:
         """Put it into a state, whatever rules there are; False where it was cancelled meanwhile, which stays."""

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from flows.masking import mask_of
 from flows.names import instance_tag
 from flows.prefect_api import configured_api
 from flows.prefect_rest import FlowRun, PrefectAway, PrefectRest
-from slipstream.instance import home, instance_id, known_roots
+from flows.up.state import UpError, auth_string, running
+from slipstream.instance import home, instance_id, known_roots, unusable
 from slipstream.run_folder import DamagedFile, RunFolder, read_object
 from tasks.reconcile import Look, Memory, do, is_ours, look, note_lead, runs_in
-from tasks.reconcile_policy import TRUTH, Act, FlowState, Plan, reconcile, without_folder
+from tasks.reconcile_policy import TRUTH, Act, FlowState, Plan, nothing, reconcile, without_folder
 from tasks.stored import started_in
 from tasks.sweep_folder import TAG as SWEEP_TAG
 from tasks.sweep_folder import is_sweep
@@ -33,6 +34,7 @@ MAX_ACTS = 4  # one after the other, for one run in one pass
 MAX_STARTS = 3  # of a flow run that never comes to a run folder
 RECENT_S = 86400.0  # flow runs that were started longer ago and have no folder belong to runs that were removed
 NAMES = {"COMPLETED": "Completed", "FAILED": "Failed", "CANCELLED": "Cancelled", "RUNNING": "Running"}
+NAMES["SCHEDULED"] = AGAIN = "AwaitingRetry"
 MESSAGE = 2000  # characters of a reason that go to Prefect
 PREFECT = "Prefect"
 
@@ -55,18 +57,18 @@ class Row:
 def prefect_here() -> PrefectRest | None:
     """The Prefect server of this instance: the configured one, or that of `slipstream up` on this host; None: neither."""
     given = os.environ.get("PREFECT_API_URL")
-    up: dict[str, Any] = {}
-    with contextlib.suppress(DamagedFile, OSError):
-        up = read_object(home() / "up.json")
-    if up and up.get("host", socket.gethostname()) != socket.gethostname():
-        up = {}  # it listens on that host alone
-    url = given or up.get("url") or configured_api()
+    up = None
+    with contextlib.suppress(DamagedFile, UpError, OSError):
+        up = running()  # after its end anybody may listen at its address
+    if up is not None and up.host != socket.gethostname():
+        up = None  # it listens on that host alone
+    url = given or (up.url if up is not None else None) or configured_api()
     if not url:
         return None
-    if url == up.get("url") and not os.environ.get("PREFECT_API_AUTH_STRING"):
-        with contextlib.suppress(OSError):
-            return PrefectRest(str(url), (home() / "auth").read_text().strip())
-    return PrefectRest.here(str(url))
+    if up is not None and url == up.url and not os.environ.get("PREFECT_API_AUTH_STRING"):
+        with contextlib.suppress(UpError, OSError):
+            return PrefectRest(url, auth_string())
+    return PrefectRest.here(url)
 
 
 def reconcile_all(roots: Sequence[Path] | None = None, dry_run: bool = False) -> list[Row]:
@@ -122,39 +124,37 @@ class Pass:
 
     def all(self, roots: Sequence[Path] | None) -> list[Row]:
         rows: list[Row] = []
-        open_runs: list[RunFolder] = []
-        flow_runs: set[str] = set()
-        for run in runs_in(known_roots() if roots is None else roots):
+        open_runs: dict[Path, str] = {}  # with their flow runs
+        settled: dict[str, RunFolder] = {}  # by their flow runs
+        there, missing = known_roots() if roots is None else _given(roots)
+        rows += [Row("", Act.NOTHING, text, problem="" if roots is None else text) for text in missing]
+        for run in [run for root in there for run in _in_root(root, rows)]:
             try:
-                if (settled := self._memory.done(run)) is not None:
-                    flow_runs.add(settled)
-                    continue
-                if not is_ours(run):
-                    continue
-                open_runs.append(run)
-                flow_runs.add(str(read_object(run.path / "origin.json").get("flow_run") or ""))
+                if (flow_run := self._memory.done(run)) is not None:
+                    settled[flow_run] = run
+                elif is_ours(run):
+                    open_runs[run.path] = str(read_object(run.path / "origin.json").get("flow_run") or "")
             except (OSError, DamagedFile) as error:
                 rows.append(_problem(run, error))
-        self._ask(open_runs)
+        self._ask(open_runs.values())
         if self._away:
             rows.append(Row(PREFECT, Act.NOTHING, self._away))
         asked: list[RunFolder] = []
-        for run in open_runs:
+        for run in map(RunFolder, open_runs):
             found = self._one(run)
             rows += found
             if any(row.act is Act.ASK_CELLS for row in found):
                 asked.append(run)
         for run in [] if self._dry else asked:  # their cells may have ended in this pass
             rows += [row for row in self._one(run) if row.act is not Act.NOTHING or row.problem]
-        return rows + (self._without_folder(flow_runs) if roots is None else [])
+        return rows + ([] if roots is not None else self._started(set(open_runs.values()), settled, missing))
 
-    def _ask(self, runs: Sequence[RunFolder]) -> None:
+    def _ask(self, flow_runs: Iterable[str]) -> None:
         """What Prefect says of all of them, at once."""
         if self._rest is None:
             return
-        wanted = [str(read_object(run.path / "origin.json").get("flow_run") or "") for run in runs]
         try:
-            self._flows = self._rest.flow_runs(filter(None, wanted))
+            self._flows = self._rest.flow_runs(filter(None, flow_runs))
         except PrefectAway as error:
             self._away = str(error)
 
@@ -210,7 +210,7 @@ class Pass:
                 supervise_detached(found.run)
             elif plan.act is Act.LEAD_BY_FLOW and flow is not None:
                 note_lead(found, flow.id, flow.run_count)
-                return self._set(flow, "SCHEDULED", "AwaitingRetry", plan.why)
+                return self._set(flow, "SCHEDULED", AGAIN, plan.why)
             elif plan.act is Act.SET_STATE and flow is not None:
                 return self._set(flow, plan.state, NAMES[plan.state], plan.why[:MESSAGE])
             elif not do(found, plan):
@@ -228,8 +228,14 @@ class Pass:
             return str(error)
         return "" if done else "it was cancelled in Prefect meanwhile"
 
-    def _without_folder(self, known: set[str]) -> list[Row]:
-        """Flow runs of this instance that were started, and died before they had a run folder."""
+    def _started(self, known: set[str], settled: Mapping[str, RunFolder], missing: Sequence[str]) -> list[Row]:
+        """Flow runs of this instance that were started though their run is settled, by a person; and those that died
+        before they had a run folder.
+
+        Args:
+            known: flow runs that were looked at. settled: runs that were not, by their flow runs.
+            missing: storage roots that cannot be looked into: what is without a folder may have one there.
+        """
         if self._rest is None or self._away:
             return []
         rows = []
@@ -237,17 +243,37 @@ class Pass:
             for flow in self._rest.starting(instance_tag(instance_id()), ("train", "sweep")):
                 # a crashed cell is started again by its sweep
                 of_a_sweep = flow.state == "CRASHED" and any(tag.startswith(f"{SWEEP_TAG}:") for tag in flow.tags)
-                if flow.id in known or of_a_sweep or time.time() - flow.at > RECENT_S:
-                    continue
-                state = _state_of(flow)
-                seen_s, _ = self._memory.seen(f"flow {flow.id}", [flow.state, flow.at])
-                plan = without_folder(state, seen_s, flow.run_count, MAX_STARTS)
-                again = plan.act is not Act.NOTHING and not self._dry
-                problem = self._set(flow, "SCHEDULED", "AwaitingRetry", plan.why) if again else ""
-                rows.append(Row(f"flow run {flow.id}", plan.act, plan.why, problem=problem))
+                if flow.id in settled:
+                    self._flows[flow.id] = flow
+                    rows += self._one(settled[flow.id])
+                elif not (flow.id in known or of_a_sweep or time.time() - flow.at > RECENT_S):
+                    rows.append(self._without_folder(flow, missing))
         except PrefectAway as error:
             rows.append(Row(PREFECT, Act.NOTHING, str(error)))
         return rows
+
+    def _without_folder(self, flow: FlowRun, missing: Sequence[str]) -> Row:
+        seen_s, _ = self._memory.seen(f"flow {flow.id}", [flow.state, flow.at])
+        plan = without_folder(_state_of(flow), seen_s, flow.run_count, MAX_STARTS)
+        if plan.act is not Act.NOTHING and missing:
+            plan = nothing(f"{plan.why}, but its folder may be where nobody can look: {'; '.join(missing)}")
+        again = plan.act is not Act.NOTHING and not self._dry
+        problem = self._set(flow, "SCHEDULED", AGAIN, plan.why) if again else ""
+        return Row(f"flow run {flow.id}", plan.act, plan.why, problem=problem)
+
+
+def _given(roots: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    why = {root: unusable(root.absolute()) for root in roots}
+    return [root for root in roots if not why[root]], [f"--root {text}" for text in why.values() if text]
+
+
+def _in_root(root: Path, rows: list[Row]) -> list[RunFolder]:
+    """The runs in a storage root; where it does not answer, a row."""
+    try:
+        return runs_in([root])
+    except OSError as error:
+        rows.append(Row("", Act.NOTHING, f"{root} could not be looked at", str(root), problem=str(error)))
+        return []
 
 
 def _state_of(flow: FlowRun) -> FlowState:

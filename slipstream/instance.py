@@ -65,7 +65,28 @@ def remember_root(root: Path) -> None:
         write_json(path, {"root": text})
 
 
-def known_roots() -> list[Path]:
-    """Storage roots that were noted and that are there."""
-    found = [Path(str(read_object(path).get("root", ""))) for path in (home() / "roots").glob("*.json")]
-    return sorted(path for path in found if path.is_absolute() and path.is_dir())
+def known_roots() -> tuple[list[Path], list[str]]:
+    """Storage roots that were noted: those that can be looked into, and of the others why not, with the way out."""
+    there, missing = [], []
+    for note in sorted((home() / "roots").glob("*.json")):
+        try:
+            root = Path(str(read_object(note).get("root", "")))
+        except (DamagedFile, OSError) as error:
+            missing.append(f"{error}: remove {note}; the next run in that storage root notes it again")
+            continue
+        if why := unusable(root):
+            missing.append(f"the storage root {why}: mount it, or remove {note} where it is gone for good")
+        else:
+            there.append(root)
+    return sorted(there), missing
+
+
+def unusable(root: Path) -> str:
+    """Why a folder cannot be looked into; "" where it can."""
+    if not root.is_absolute():
+        return f"{str(root)!r} is no absolute path"
+    try:
+        with os.scandir(root):
+            return ""
+    except OSError as error:
+        return f"{root} is not to be seen ({error.strerror})"

@@ -11,14 +11,13 @@ from flows.prefect_rest import BUSY, PAUSES_S, PrefectAway, PrefectRest
 
 
 @contextmanager
-def answering(*codes: int) -> Iterator[tuple[PrefectRest, list[str]]]:
+def answering(*codes: int, body: bytes = b"[]") -> Iterator[tuple[PrefectRest, list[str]]]:
     """A server that gives these answers in turn, the last one again and again; and the bodies that it was sent."""
     left, asked = list(codes), []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
-            body = b"[]"
             self.send_response(left.pop(0) if len(left) > 1 else left[0])
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -55,3 +54,12 @@ def test_another_refusal_is_not_repeated() -> None:
     with answering(500) as (rest, asked), pytest.raises(PrefectAway, match="500"):
         rest.flow_runs(["a"])
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("body", [b"<html>", b'{"detail": []}', b'["x"]', b"[{}]", b"7", b'[{"id": "a", "state": 7}]'])
+def test_what_is_no_prefect_is_away(body: bytes) -> None:
+    with answering(200, body=body) as (rest, _):
+        with pytest.raises(PrefectAway, match=rest.url):
+            rest.flow_runs(["a"])
+        with pytest.raises(PrefectAway, match=rest.url):
+            rest.starting("slipstream:a", ["train"])

@@ -3,12 +3,19 @@
 import json
 import os
 import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.decide import Kind
-from slipstream.run_folder import RunFolder, create_exclusively, write_json
+from flows.prefect_rest import FlowRun, PrefectAway
+from flows.reconciliation import Pass, Row
+from slipstream.instance import remember_root
+from slipstream.run_folder import RunFolder, create_exclusively, read_object, write_json
 from tasks.leads import Lead, asked_for, in_a_row, read_leads, record_lead, resumed_at
 from tasks.lease import LeaseWatch, begin_after, lead_if_free, newest_term, release
 from tasks.origin import Origin, begun_by, origin_here, write_origin
@@ -160,6 +167,78 @@ def test_which_start_was_asked_for(run: RunFolder) -> None:
     assert asked_for(run, "f00d", None)
     assert not asked_for(run, "f00d", 3), "a person started it once more"
     assert not asked_for(run, "another", 2)
+
+
+class Prefect:
+    """What a pass asks of a server: it knows these flow runs."""
+
+    def __init__(self, *flows: FlowRun) -> None:
+        self.known = {flow.id: flow for flow in flows}
+        self.states: list[tuple[str, str]] = []
+
+    def flow_runs(self, ids: Iterable[str]) -> dict[str, FlowRun]:
+        return {flow: self.known[flow] for flow in ids if flow in self.known}
+
+    def starting(self, tag: str, flows: Sequence[str]) -> list[FlowRun]:
+        return [flow for flow in self.known.values() if flow.state in ("RUNNING", "PENDING", "CRASHED")]
+
+    def set_state(self, flow: FlowRun, state: str, name: str, message: str) -> bool:
+        self.states.append((flow.id, state))
+        self.known[flow.id] = replace(flow, state=state, at=time.time())
+        return True
+
+    def call(self, method: str, route: str, body: Any = None) -> Any:
+        raise PrefectAway("no page here")
+
+
+def one_pass(prefect: Prefect, root: Path | None = None) -> list[Row]:
+    memory = Memory()
+    rows = Pass(prefect, memory).all([root] if root else None)  # type: ignore[arg-type]
+    memory.save()
+    return rows
+
+
+def flow(identity: str, state: str, age_s: float = 3600.0, **more: Any) -> FlowRun:
+    return FlowRun(identity, state, state.capitalize(), time.time() - age_s, "d0", 1, **more)
+
+
+def test_a_person_s_start_of_a_settled_run_that_was_killed_at_once_is_seen(run: RunFolder, tmp_path: Path) -> None:
+    remember_root(tmp_path / "runs")
+    write_outcome(run, Outcome(Kind.FAIL, "out of luck"), 1)
+    write_json(run.path / "outcome.json", {**read_object(run.path / "outcome.json"), "time": time.time() - 3600})
+    assert [row.why for row in one_pass(Prefect(flow("f00d", "FAILED")))] == ["fail: out of luck"]
+    assert one_pass(Prefect(flow("f00d", "FAILED"))) == []  # settled
+    again = Prefect(flow("f00d", "RUNNING", 1.0))
+    assert [row.act for row in one_pass(again)] == [Act.NOTHING]
+    again.known["f00d"] = flow("f00d", "RUNNING")
+    assert [row.act for row in one_pass(again)] == [Act.SET_STATE]
+    assert again.states == [("f00d", "FAILED")]
+
+
+def test_what_may_have_its_folder_where_nobody_can_look_is_not_started_anew(tmp_path: Path) -> None:
+    root = tmp_path / "scratch" / "runs"
+    root.mkdir(parents=True)
+    remember_root(root)
+    remember_root(tmp_path)
+    prefect = Prefect(flow("beef", "CRASHED", 60.0))
+    (tmp_path / "scratch").rename(tmp_path / "away")
+    missing, started = one_pass(prefect)
+    assert f"{root} is not to be seen (No such file or directory): mount it, or remove " in missing.why
+    assert not missing.problem
+    assert (started.act, prefect.states) == (Act.NOTHING, [])
+    assert str(root) in started.why
+    (tmp_path / "away").rename(tmp_path / "scratch")
+    assert [row.act for row in one_pass(prefect)] == [Act.LEAD_BY_FLOW]
+
+
+def test_one_storage_root_does_not_keep_the_others_from_being_looked_at(run: RunFolder, tmp_path: Path) -> None:
+    remember_root(tmp_path / "runs")
+    (tmp_path / "home" / "roots" / "0.json").write_text("{")
+    found = one_pass(Prefect(flow("f00d", "RUNNING", 1.0)))
+    assert [row.run for row in found] == ["", "r"]
+    assert "0.json is damaged" in found[0].why
+    (given,) = one_pass(Prefect(), tmp_path / "nowhere")
+    assert f"--root {tmp_path / 'nowhere'} is not to be seen" in given.problem
 
 
 def test_a_start_that_died_before_it_wrote_anything_is_gone_on_with(tmp_path: Path, run: RunFolder) -> None:
