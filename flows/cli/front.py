@@ -63,6 +63,10 @@ def up(
     from flows.up.run import SERVER, WORKERS, Asked, Upholder
 
     _use(instance)
+    if presets and not uninstall:
+        from flows.deploy.presets import load_presets
+
+        load_presets(presets)  # refused now, and not once the server is there
     words = [part for path in presets for part in ("--preset", str(path.absolute()))]
     words += ["--directory", str((directory or Path.cwd()).absolute())] if presets else []
     words += [] if at_once is None else ["--at-once", str(at_once)]
@@ -87,9 +91,18 @@ def up(
         return Upholder(asked, _say, step).run()
 
 
-def _say(text: str) -> None:
-    click.echo(text)
-    sys.stdout.flush()
+def _say(text: str, err: bool = False) -> None:
+    """Where nobody reads it any more (a closed terminal, `| head`), what is looked after goes on."""
+    stream = sys.stderr if err else sys.stdout
+    try:
+        click.echo(text, err=err)
+        stream.flush()
+    except OSError:
+        import os
+
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 @contextmanager
@@ -102,7 +115,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
         def line(text: str) -> None:
             if text:
-                click.echo(f"… {text}", err=True)
+                _say(f"… {text}", err=True)
 
         yield line
         return

@@ -88,6 +88,8 @@ SERVER_DEFAULTS = {
     "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "60",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    # In memory, a lease of a pass of reconciliation that died with the server would hold its only slot for ever.
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
 }
 
 
@@ -144,7 +146,7 @@ class Upholder:
 
     def _runs_already(self, parts: Sequence[str]) -> int:
         for part in parts:
-            self._say(f"`slipstream up` runs already (the {part}: process {up_state.holder(part) or '?'})")
+            self._say(f"`slipstream up` runs already (the {part}: {up_state.holder(part) or 'just ended'})")
         up = up_state.read_up()
         self._say(f"  {up.ui}" if up else "  it is starting: its address will be shown there")
         return 0
@@ -271,8 +273,9 @@ class Upholder:
             self._look()
             if time.monotonic() - rotated > ROTATE_S:
                 rotated = time.monotonic()
-                for log in up_state.logs().rglob("*.log"):
-                    rotate(log)
+                with contextlib.suppress(OSError):
+                    for log in up_state.logs().rglob("*.log"):
+                        rotate(log)
 
     def _stop(self) -> None:
         self._step("ending")
@@ -335,9 +338,15 @@ def farewell(processes: Sequence[int]) -> str:
 
 def bring_down(say: Callable[[str], None], patience_s: float = 60.0) -> int:
     """End what `slipstream up` runs on this host; the exit code. Raises UpError where it does not end."""
-    processes = {part: pid for part in (WORKERS, SERVER) if (pid := up_state.holder(part))}
+    holders = {part: found for part in (WORKERS, SERVER) if (found := up_state.holder(part))}
+    for found in holders.values():
+        if not found.is_here:  # its number is another process's here
+            raise up_state.UpError(f"`slipstream up` runs on {found.host}: run `slipstream down` there")
+    processes = {part: found.pid for part, found in holders.items() if found.pid}
     if not processes:
-        up = up_state.read_up()
+        up = None
+        with contextlib.suppress(up_state.UpError):  # a damaged file is removed
+            up = up_state.read_up()
         if up is not None and up.host != socket.gethostname():
             raise up_state.UpError(f"`slipstream up` runs on {up.host}: run `slipstream down` there")
         up_state.forget_up()
@@ -346,7 +355,7 @@ def bring_down(say: Callable[[str], None], patience_s: float = 60.0) -> int:
     for pid in sorted(set(processes.values())):
         os.kill(pid, signal.SIGTERM)
     end = time.monotonic() + patience_s
-    while any(up_state.holder(part) == pid for part, pid in processes.items()):
+    while any((found := up_state.holder(part)) and found.pid == pid for part, pid in processes.items()):
         if time.monotonic() > end:
             raise up_state.UpError(
                 f"process {sorted(set(processes.values()))} has not ended yet: look at {up_state.logs()}"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slipstream.instance import home
-from slipstream.run_folder import create_exclusively, read_object, write_atomic, write_json
+from slipstream.run_folder import DamagedFile, create_exclusively, read_object, write_atomic, write_json
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT = 4200
@@ -25,6 +25,21 @@ LOCK_TRIES = 5
 
 class UpError(Exception):
     """`slipstream up` cannot do what was asked."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that runs a part; `pid` 0: it has not said yet who it is. `host`: a lock may be seen from others."""
+
+    pid: int = 0
+    host: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        return self.host in ("", socket.gethostname())
+
+    def __str__(self) -> str:
+        return f"process {self.pid or '?'}" + ("" if self.is_here else f" on {self.host}")
 
 
 @dataclass(frozen=True)
@@ -70,15 +85,21 @@ def auth_string() -> str:
         raise UpError(
             f"{path} has mode {mode:o}, so others can read the password: chmod 600 it, or remove it for a new one"
         )
-    text = path.read_text().strip()
+    text = ""
+    with contextlib.suppress(UnicodeDecodeError, IsADirectoryError):
+        text = path.read_text().strip()
     if ":" not in text or text.startswith(":") or text.endswith(":"):
         raise UpError(f"{path} holds no NAME:PASSWORD: remove it, then the next `slipstream up` makes a new one")
     return text
 
 
 def read_up() -> Up | None:
-    """What `up.json` says; None where there is none. Raises DamagedFile, OSError."""
-    value = read_object(home() / "up.json", "pid", "started")
+    """What `up.json` says; None where there is none. Raises UpError where it is damaged, OSError."""
+    path = home() / "up.json"
+    try:
+        value = read_object(path, "pid", "started")
+    except DamagedFile as error:
+        raise UpError(f"{error}: `slipstream down` removes it; where it runs still, start it again then") from None
     if not value.get("url"):
         return None
     return Up(
@@ -118,7 +139,7 @@ def holding(parts: Sequence[str]) -> Iterator[list[str]]:
                 os.close(fd)
                 continue
             os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
             taken[part] = fd
         yield list(taken)
     finally:
@@ -136,8 +157,8 @@ def _locked(fd: int) -> bool:
     return False
 
 
-def holder(part: str) -> int | None:
-    """The process that holds a part's lock; None where nobody does, 0 where it has not said who it is yet."""
+def holder(part: str) -> Holder | None:
+    """The process that holds a part's lock; None where nobody does."""
     try:
         fd = os.open(home() / f"{part}.lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -145,8 +166,8 @@ def holder(part: str) -> int | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        text = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        return int(text) if text.isdigit() else 0
+        pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").strip().partition(" ")
+        return Holder(int(pid), host) if pid.isascii() and pid.isdigit() else Holder()
     else:
         return None
     finally:
@@ -162,9 +183,10 @@ def port_candidates(asked: int | None, last: int | None) -> list[int]:
 
 def last_port() -> int | None:
     """The port of last time."""
-    path = home() / "port"
-    text = path.read_text().strip() if path.exists() else ""
-    return int(text) if text.isdigit() else None
+    text = ""
+    with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
+        text = (home() / "port").read_text().strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else None
 
 
 def listen(asked: int | None) -> socket.socket:

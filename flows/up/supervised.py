@@ -66,7 +66,12 @@ class Supervised:
             self._due = now + wait
             self._say(f"the {self.name} has ended {how_ended(code)}; started again in {wait:g} s (log: {self.log})")
         if self._due is not None and now >= self._due:
-            self.start()
+            try:
+                self.start()
+            except OSError as error:  # no room, no memory, no log folder: not for ever, and the other parts go on
+                self._failures += 1
+                self._due = now + wait_before(self._failures)
+                self._say(f"the {self.name} cannot be started: {error}; once more in {self._due - now:g} s")
 
     def stop(self) -> None:
         if self.process is not None:

@@ -1,6 +1,7 @@
 """What `slipstream up` is made of, without a server: state files, ports, back-off, logs."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from flows.connection import connect, is_loopback
 from flows.prefect_api import PrefectUnavailable
+from flows.reconciliation import prefect_here
 from flows.up import state as up_state
 from flows.up.engine import remove_old
-from flows.up.run import farewell
+from flows.up.run import bring_down, farewell
 from flows.up.supervised import MOST_WAIT_S, Supervised, rotate, wait_before
 from tests.waiting import wait_until
 
@@ -40,10 +42,15 @@ def test_the_password_is_made_once_and_only_its_owner_can_read_it(home: Path) ->
 
 @pytest.mark.parametrize(
     ("text", "mode", "words"),
-    [("a:b", 0o640, "others can read"), ("no colon", 0o600, "NAME:PASSWORD"), ("a:", 0o600, "NAME:PASSWORD")],
+    [
+        (b"a:b", 0o640, "others can read"),
+        (b"no colon", 0o600, "NAME:PASSWORD"),
+        (b"a:", 0o600, "NAME:PASSWORD"),
+        (b"\xff\xfe:b", 0o600, "NAME:PASSWORD"),
+    ],
 )
-def test_a_password_that_is_none_is_refused(home: Path, text: str, mode: int, words: str) -> None:
-    up_state.auth_file().write_text(text)
+def test_a_password_that_is_none_is_refused(home: Path, text: bytes, mode: int, words: str) -> None:
+    up_state.auth_file().write_bytes(text)
     up_state.auth_file().chmod(mode)
     with pytest.raises(up_state.UpError, match=words):
         up_state.auth_string()
@@ -89,7 +96,7 @@ def test_a_part_is_run_once_and_given_back_however_its_process_ends(home: Path) 
     assert holder.stdout is not None
     try:
         assert holder.stdout.readline() == "['server']\n"
-        assert up_state.holder("server") == holder.pid
+        assert up_state.holder("server") == up_state.Holder(holder.pid, socket.gethostname())
         with up_state.holding(["server", "workers"]) as free:
             assert free == ["workers"]
         assert up_state.holder("workers") is None
@@ -100,6 +107,46 @@ def test_a_part_is_run_once_and_given_back_however_its_process_ends(home: Path) 
     assert up_state.holder("server") is None
     with up_state.holding(["server"]) as free:
         assert free == ["server"]
+
+
+def test_a_process_of_another_host_is_not_ended_by_its_number(home: Path) -> None:
+    """A lock on a network file system is seen from every host; the number in it means a process of one."""
+    victim = subprocess.Popen(["sleep", "600"])
+    try:
+        with up_state.holding(["workers"]):
+            (home / "workers.lock").write_text(f"{victim.pid} login2\n")
+            with pytest.raises(up_state.UpError, match="runs on login2"):
+                bring_down(print, 0)
+        assert victim.poll() is None
+        assert str(up_state.Holder(7, "login2")) == "process 7 on login2"
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_what_is_damaged_is_told_and_down_removes_it(home: Path) -> None:
+    up_state.forget_up()
+    (home / "up.json").write_text("{")
+    with pytest.raises(up_state.UpError, match=r"up\.json is damaged.*slipstream down"):
+        connect()
+    assert prefect_here() is None
+    assert bring_down(lambda text: None) == 0
+    assert not (home / "up.json").exists()
+    for text in ("²", "x", "123456", ""):
+        (home / "port").write_text(text)
+        assert up_state.last_port() is None
+
+
+def test_nobody_is_shown_the_password_of_a_server_that_has_gone(home: Path) -> None:
+    """Its port may be another user's by now."""
+    up_state.auth_string()
+    up_state.write_up("http://127.0.0.1:4200/api", "http://127.0.0.1:4200", ready=True)
+    assert prefect_here() is None
+    with up_state.holding(["server"]):
+        here = prefect_here()
+    assert here is not None
+    assert here.url == "http://127.0.0.1:4200/api"
+    here.close()
 
 
 def test_a_server_whose_process_is_gone_is_none(home: Path) -> None:
@@ -166,6 +213,28 @@ def test_a_part_that_dies_is_started_again_and_said(tmp_path: Path) -> None:
     finally:
         part.stop()
     assert said[0] == f"the part has ended with code 3; started again in 1 s (log: {tmp_path / 'l'})"
+
+
+def test_a_part_that_cannot_be_started_again_now_is_tried_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    part = Supervised("part", ["sleep", "600"], {}, tmp_path / "logs" / "l", said.append, tmp_path)
+    part.start()
+    try:
+        assert part.process is not None
+        first = part.process.pid
+        shutil.rmtree(tmp_path / "logs")
+        (tmp_path / "logs").touch()
+        part.process.kill()
+
+        def look() -> list[str]:
+            part.look()
+            return [text for text in said if "cannot be started: " in text]
+
+        wait_until(look, "it cannot be started")
+        (tmp_path / "logs").unlink()
+        wait_until(lambda: look() and part.process is not None and part.process.pid != first, "it is started")
+    finally:
+        part.stop()
 
 
 def test_a_log_that_is_large_begins_again_under_its_writer(tmp_path: Path) -> None:
