@@ -3,6 +3,7 @@
 Call `connect` before anything imports prefect: its settings are read once.
 """
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -11,10 +12,16 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from flows.prefect_api import QUIET, PrefectUnavailable, check_reachable, configured_api
+from flows.prefect_api import QUIET, PrefectUnavailable, check_reachable, configured_api, split_password
+from flows.prefect_rest import PrefectAway, PrefectRest
 from flows.up.state import Up, auth_string, prefect_home, running
 
 PROBE_TIMEOUT_S = 30.0
+OTHERWISE = "then that of `slipstream up` is used"
+
+
+class PrefectRefused(PrefectUnavailable):
+    """Something answers, and waiting does not help: a wrong password, or no Prefect API."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +54,19 @@ def connect(prefer_local: bool = True) -> Connection:
     given = os.environ.get("PREFECT_API_URL")
     profile = None if given else configured_api()
     if given:
-        check_reachable(given)
+        given, auth = split_password(given)
+        if auth:
+            os.environ |= {"PREFECT_API_URL": given, "PREFECT_API_AUTH_STRING": auth}
+        check_reachable(given, OTHERWISE)
         if up is not None and given == up.url and not os.environ.get("PREFECT_API_AUTH_STRING"):
             os.environ["PREFECT_API_AUTH_STRING"] = auth_string()
-        return Connection(given, "PREFECT_API_URL in the environment", up is not None and given == up.url)
+        local = up is not None and given == up.url
+        return _checked(Connection(given, "PREFECT_API_URL in the environment", local))
     if up is not None and (prefer_local or profile is None):
         return _local(up)
     if profile is not None:
-        check_reachable(profile)
-        return Connection(profile, "Prefect's active profile")
+        check_reachable(profile, OTHERWISE)
+        return _checked(Connection(split_password(profile)[0], "Prefect's active profile"))
     raise PrefectUnavailable(
         "there is no Prefect server: start one with `slipstream up`, or set PREFECT_API_URL to one that runs"
     )
@@ -79,7 +90,33 @@ def _local(up: Up) -> Connection:
         "PREFECT_API_AUTH_STRING": auth_string(),
         "PREFECT_HOME": str(prefect_home()),
     }
-    return Connection(up.url, "slipstream up", True)
+    return _checked(Connection(up.url, "slipstream up", True))
+
+
+def _checked(found: Connection) -> Connection:
+    """Raises PrefectRefused where what answers lets us not in, or is no Prefect. Ways in that only prefect's own client
+    knows are left to it."""
+    if os.environ.get("PREFECT_CLIENT_CUSTOM_HEADERS"):
+        return found
+    where = f"{found.url} ({found.source})"
+    with contextlib.closing(PrefectRest.here(found.url, PROBE_TIMEOUT_S)) as rest:
+        try:
+            count = rest.call("POST", "flows/count", {})
+        except PrefectAway as error:
+            if error.status in (401, 403):
+                raise PrefectRefused(
+                    f"{where} lets us not in ({error.status}): PREFECT_API_AUTH_STRING is to be the USER:PASSWORD that the "
+                    "server was started with, or PREFECT_API_KEY a key of its"
+                ) from None
+            if error.status == 0 or error.status >= 500:
+                raise PrefectUnavailable(str(error)) from None
+            count = str(error.status)
+    if not isinstance(count, int):
+        raise PrefectRefused(
+            f"{where} is no Prefect API (asked for a number, it answers {str(count)[:60]!r}): PREFECT_API_URL is to be like "
+            "http://127.0.0.1:4200/api, with /api at its end"
+        )
+    return found
 
 
 def is_loopback(url: str) -> bool:

@@ -18,6 +18,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx
 
@@ -48,29 +49,53 @@ class PrefectUnavailable(Exception):
 
 def configured_api(environment: dict[str, str] | None = None) -> str | None:
     """The URL of the Prefect API that the user has set up, by the environment or by the active profile."""
+    return _configured("PREFECT_API_URL", "url", environment) or None
+
+
+def configured_credentials() -> tuple[str, str]:
+    """Basic-auth string and API key that the user has set up; "" where there is none."""
+    return _configured("PREFECT_API_AUTH_STRING", "auth_string"), _configured("PREFECT_API_KEY", "key")
+
+
+def _configured(name: str, key: str, environment: dict[str, str] | None = None) -> str:
+    """A setting of Prefect's, by the environment or by the active profile."""
     env = dict(os.environ) if environment is None else environment
-    if env.get("PREFECT_API_URL"):
-        return env["PREFECT_API_URL"]
+    if env.get(name):
+        return env[name]
     home = Path(env.get("PREFECT_HOME") or Path(env.get("HOME", "~")).expanduser() / ".prefect")
     try:
         profiles = tomllib.loads((home / "profiles.toml").read_text())
     except (OSError, ValueError):
-        return None
+        return ""
     active = env.get("PREFECT_PROFILE") or profiles.get("active", "")
     values = profiles.get("profiles", {}).get(active, {})
-    url = values.get("PREFECT_API_URL") or values.get("api", {}).get("url")
-    return str(url) if url else None
+    return str(values.get(name) or values.get("api", {}).get(key) or "")
 
 
-def check_reachable(url: str) -> None:
-    """Raise PrefectUnavailable where nothing answers at a configured URL: it is often one that was forgotten."""
+def split_password(url: str) -> tuple[str, str]:
+    """A URL without the USER:PASSWORD that it may hold, so that it can be shown; and that, or ""."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # which a call tells
+        return url, ""
+    user, at, host = parts.netloc.rpartition("@")
+    return (urlunsplit(parts._replace(netloc=host)), unquote(user)) if at else (url, "")
+
+
+def check_reachable(url: str, otherwise: str = "then this command starts a private one") -> None:
+    """Raise PrefectUnavailable where nothing answers at a configured URL: it is often one that was forgotten.
+
+    Args:
+        otherwise: what happens where none is configured.
+    """
     try:
         httpx.get(f"{url.rstrip('/')}/health", timeout=REACH_TIMEOUT_S)  # any answer will do, also one that wants a key
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         where = "the environment" if os.environ.get("PREFECT_API_URL") else "Prefect's active profile"
+        shown, why = split_password(url)[0], str(error) or type(error).__name__
         raise PrefectUnavailable(
-            f"PREFECT_API_URL = {url!r} (from {where}) does not answer ({str(error) or type(error).__name__}): start that "
-            "server, or unset the variable (prefect config unset PREFECT_API_URL): then this command starts a private one"
+            f"PREFECT_API_URL = {shown!r} (from {where}) does not answer ({why}): start that server, or unset the variable "
+            f"(prefect config unset PREFECT_API_URL): {otherwise}"
         ) from None
 
 

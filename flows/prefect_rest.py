@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import httpx
+
+from flows.prefect_api import configured_credentials, split_password
 
 TIMEOUT_S = 20.0
 PAGE = 200
@@ -58,6 +59,8 @@ class PrefectRest:
     """
 
     def __init__(self, url: str, auth: str = "", key: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        url, given = split_password(url)  # the address is told in messages
+        auth = auth or given
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         if auth:
@@ -70,8 +73,8 @@ class PrefectRest:
 
     @classmethod
     def here(cls, url: str, timeout_s: float = TIMEOUT_S) -> "PrefectRest":
-        """With the credentials of the environment."""
-        auth, key = os.environ.get("PREFECT_API_AUTH_STRING", ""), os.environ.get("PREFECT_API_KEY", "")
+        """With the credentials that the user has set up."""
+        auth, key = configured_credentials()
         return cls(url, auth, key, timeout_s)
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ def storage_text(error: OSError) -> str:
     return f"{name if len(name) <= 300 else name[:299] + '…'}: {error.strerror}: {way_out}"
 
 
-PLAIN = ("RunFailed", "RunCancelled", "PrefectUnavailable", "CommandError", "NotificationBlockError")
+PLAIN = ("RunFailed", "RunCancelled", "PrefectUnavailable", "PrefectRefused", "CommandError", "NotificationBlockError")
 
 
 def find_run(name: str, root: str | None) -> "RunFolder":

@@ -20,7 +20,7 @@ import httpx
 import psutil
 
 from flows.cli.plain import HOME
-from flows.connection import Connection, connect
+from flows.connection import Connection, PrefectRefused, connect
 from flows.names import care_pool, runs_pool
 from flows.prefect_api import QUIET, PrefectUnavailable
 from flows.up import state as up_state
@@ -215,6 +215,8 @@ class Upholder:
         while True:
             try:
                 return connect()
+            except PrefectRefused:
+                raise
             except PrefectUnavailable:
                 if time.monotonic() > end:
                     raise

@@ -1,18 +1,22 @@
 """What `slipstream up` is made of, without a server: state files, ports, back-off, logs."""
 
+import base64
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows.connection import connect, is_loopback
+from flows.connection import PrefectRefused, connect, is_loopback
 from flows.prefect_api import PrefectUnavailable
 from flows.reconciliation import prefect_here
 from flows.up import state as up_state
@@ -147,6 +151,72 @@ def test_nobody_is_shown_the_password_of_a_server_that_has_gone(home: Path) -> N
     assert here is not None
     assert here.url == "http://127.0.0.1:4200/api"
     here.close()
+
+
+class Api(BaseHTTPRequestHandler):
+    """Answers like a Prefect API, to whoever has the password."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        known = self.headers["Authorization"] == f"Basic {base64.b64encode(b'me:s3cret').decode()}"
+        self.answer(404 if not self.path.startswith("/api/") else 200 if known else 401, b"3")
+
+    def do_GET(self) -> None:
+        self.answer(200, b"<html>")
+
+    def answer(self, code: int, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture
+def api() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_that_lets_us_not_in_is_told_at_once(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://{api}/api")
+    with pytest.raises(PrefectRefused, match=r"\(401\): PREFECT_API_AUTH_STRING"):
+        connect()
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "me:s3cret")
+    assert connect().url == f"http://{api}/api"
+    monkeypatch.setenv("PREFECT_API_URL", f"http://{api}")
+    with pytest.raises(PrefectRefused, match=r"is no Prefect API.*/api at its end"):
+        connect()
+
+
+def test_a_password_in_an_address_is_used_and_not_shown(api: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://me:s3cret@{api}/api")
+    rest = prefect_here()
+    assert rest is not None
+    assert (rest.url, rest.call("POST", "flows/count", {})) == (f"http://{api}/api", 3)
+    rest.close()
+    assert connect().url == os.environ["PREFECT_API_URL"] == f"http://{api}/api"
+    monkeypatch.setenv("PREFECT_API_URL", "http://me:s3cret@127.0.0.1:1/api")
+    with pytest.raises(PrefectUnavailable, match=r"^((?!s3cret).)*does not answer((?!private).)*$"):
+        connect()
+
+
+def test_a_profile_s_password_is_used_by_reconciliation_too(
+    api: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.mkdir(exist_ok=True)
+    profile = f'PREFECT_API_URL = "http://{api}/api"\nPREFECT_API_AUTH_STRING = "me:s3cret"\n'
+    (home / "profiles.toml").write_text(f'active = "a"\n[profiles.a]\n{profile}')
+    monkeypatch.setenv("PREFECT_HOME", str(home))
+    rest = prefect_here()
+    assert rest is not None
+    assert rest.call("POST", "flows/count", {}) == 3
+    rest.close()
+    assert connect().source == "Prefect's active profile"
 
 
 def test_a_server_whose_process_is_gone_is_none(home: Path) -> None:
