@@ -5,8 +5,9 @@ People's decisions stay: a paused pool, deployment or schedule, schedules that w
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -22,7 +23,7 @@ from prefect.client.schemas.actions import (
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterTags
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
 from prefect.client.schemas.schedules import CronSchedule
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.utilities.callables import parameter_schema
 from prefect.workers.process import ProcessWorker
 
@@ -31,6 +32,7 @@ from flows.deploy.deployments import COMPARED, Deployment, FlowFacts, Pool, Want
 from flows.deploy.forms import parameter_fields, readable
 from flows.deploy.profile_blocks import ProfileBlock, untouched, values_of
 from flows.names import instance_tag
+from flows.up.state import UpError
 
 FLOWS = ("train", "sweep", "reconcile")
 PAGE = 200
@@ -84,13 +86,22 @@ async def apply(want: Wanted, at_once: int | None = None) -> list[Done]:
     done: list[Done] = []
     async with get_client() as client:
         for number, pool in enumerate(want.pools):
-            done.append(await _apply_pool(client, pool, at_once if number == 0 else None))
+            limit = at_once if number == 0 else None
+            done.append(await _look_again(partial(_apply_pool, client, pool, limit)))
         for deployment in want.deployments:
             done.append(await _apply_deployment(client, deployment))
         await ProfileBlock.register_type_and_schema(client=client)
         for block in want.blocks:
-            done.append(await _apply_block(client, block.name, block.file, block.values))
+            done.append(await _look_again(partial(_apply_block, client, block.name, block.file, block.values)))
     return done
+
+
+async def _look_again(step: Callable[[], Awaitable[Done]]) -> Done:
+    """The step; once more where another `slipstream deploy` has made the same thing since it looked."""
+    try:
+        return await step()
+    except (ObjectAlreadyExists, ValueError):
+        return await step()
 
 
 def template(pool: Pool) -> dict[str, Any]:
@@ -121,6 +132,11 @@ async def _apply_pool(client: PrefectClient, pool: Pool, at_once: int | None) ->
         )
         await client.create_work_pool(create)
         return Done("pool", pool.name, "made")
+    if found.type != "process":
+        raise UpError(
+            f"the work pool {pool.name!r} is there, of the type {found.type!r}: it is somebody else's; choose another "
+            "instance id (--instance)"
+        )
     changed: dict[str, Any] = {}
     if found.base_job_template != want:
         changed["base_job_template"] = want

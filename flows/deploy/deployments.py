@@ -169,9 +169,16 @@ def empty_form() -> dict[str, Any]:
 
 
 def block_name(instance: str, profile: str) -> str:
-    """Name of a profile's block document, which takes small letters, digits and "-" only."""
-    text = f"{instance}-{profile}".lower()
-    return "".join(sign if sign.isalnum() and sign.isascii() else "-" for sign in text).strip("-")
+    """Name of a profile's block document, which takes small letters, digits and "-" only.
+
+    Where that makes one of two (of "jan_k" and "jan-k", "a" with "b-c" and "a-b" with "c"), a fingerprint tells them apart:
+    nobody's block is another's.
+    """
+    text = f"{instance}-{profile}"
+    plain = "".join(sign if sign.isalnum() and sign.isascii() else "-" for sign in text.lower()).strip("-")
+    if instance.isalnum() and plain == text:
+        return plain
+    return f"{plain}-{hashlib.sha256(f'{instance}/{profile}'.encode()).hexdigest()[:6]}"
 
 
 def digest(values: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """`slipstream deploy` on a real server: what it makes, what it leaves alone, what it removes; forms that are refused."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -8,8 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+from prefect.exceptions import ObjectAlreadyExists
 
 from cluster.profile import load_profile
+from flows.deploy.apply import Done, _look_again
 from flows.deploy.forms import fields
 from tests.front_door import INSTANCE, PATIENCE_S, Front
 from tests.prefect_server import ROOT
@@ -288,6 +291,28 @@ def test_a_preset_s_relative_paths_start_where_the_command_was_given(front: Fron
     front.plan()
     found = front.wait_state(front.submit(f"train/{INSTANCE}.elsewhere"))
     assert found["state_type"] == "COMPLETED", found["state"]
+
+
+def test_what_another_deploy_has_made_meanwhile_is_looked_at_again() -> None:
+    found = [ObjectAlreadyExists(http_exc=Exception()), Done("pool", "p", "unchanged")]
+
+    async def step() -> Done:
+        answer = found.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert asyncio.run(_look_again(step)).what == "unchanged"
+
+
+def test_a_pool_of_another_kind_is_left_alone(front: Front) -> None:
+    front.ask("POST", "work_pools/", {"name": "slipstream-taken", "type": "docker"})
+    try:
+        done = front.command("deploy", "--instance", "taken")
+        assert done.returncode == 2, done.stdout
+        assert "slipstream-taken' is there, of the type 'docker'" in done.stderr
+    finally:
+        front.ask("DELETE", "work_pools/slipstream-taken")
 
 
 def test_a_server_that_asks_nobody_is_refused_unless_told(front: Front) -> None:

@@ -1,5 +1,6 @@
 """What an instance has on a Prefect server, as values: names, parameters, forms, what differs, what is superfluous."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -148,7 +149,10 @@ def test_only_our_own_leftovers_are_superfluous(found: list[tuple[str, list[str]
 
 
 def test_names_of_blocks_are_what_prefect_takes() -> None:
-    assert block_name("Alice_B", "my.cluster") == "alice-b-my-cluster"
+    assert block_name("alice", "my-cluster") == "alice-my-cluster"
+    assert re.fullmatch(r"alice-b-my-cluster-[0-9a-f]{6}", block_name("Alice_B", "my.cluster"))
+    people = [("jan_k", "slurm"), ("jan-k", "slurm"), ("Jan-K", "slurm"), ("jan", "k-slurm"), ("jan", "k_slurm")]
+    assert len({block_name(*one) for one in people}) == len(people)
 
 
 def test_a_fingerprint_tells_an_edit_from_what_is_only_empty() -> None:
