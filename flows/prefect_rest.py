@@ -17,6 +17,8 @@ PAGE = 200
 BUSY = 503  # its database was locked: nothing was done, and the call may be made again
 PAUSES_S = (0.2, 0.5, 1.5)  # before it is
 CANCELS = ("CANCELLING", "CANCELLED")
+WORKS = ("RUNNING", "PENDING")
+STARTED = (*WORKS, "CRASHED")
 
 
 class PrefectAway(Exception):
@@ -121,11 +123,10 @@ class PrefectRest:
                     found[str(value["id"])] = self._flow_run(value)
         return found
 
-    def starting(self, tag: str, flows: Sequence[str]) -> list[FlowRun]:
+    def starting(self, tag: str, flows: Sequence[str], states: Sequence[str] = STARTED) -> list[FlowRun]:
         """Flow runs of the flows, with the tag, that were started and have not ended well: they may lack their folder."""
-        states = {"type": {"any_": ["RUNNING", "PENDING", "CRASHED"]}}
         body = {
-            "flow_runs": {"tags": {"all_": [tag]}, "state": states},
+            "flow_runs": {"tags": {"all_": [tag]}, "state": {"type": {"any_": list(states)}}},
             "flows": {"name": {"any_": list(flows)}},
             "sort": "START_TIME_DESC",
             "limit": PAGE,

@@ -20,7 +20,7 @@ from flows.cli.plain import HOME
 from flows.masking import mask_of
 from flows.names import instance_tag
 from flows.prefect_api import configured_api
-from flows.prefect_rest import FlowRun, PrefectAway, PrefectRest
+from flows.prefect_rest import WORKS, FlowRun, PrefectAway, PrefectRest
 from flows.up.state import UpError, auth_string, running
 from slipstream.instance import home, instance_id, known_roots, unusable
 from slipstream.run_folder import DamagedFile, RunFolder, read_object
@@ -36,6 +36,7 @@ RECENT_S = 86400.0  # flow runs that were started longer ago and have no folder 
 NAMES = {"COMPLETED": "Completed", "FAILED": "Failed", "CANCELLED": "Cancelled", "RUNNING": "Running"}
 NAMES["SCHEDULED"] = AGAIN = "AwaitingRetry"
 MESSAGE = 2000  # characters of a reason that go to Prefect
+PASS_S = 900.0  # no pass takes so long: systemd ends one after ten minutes
 PREFECT = "Prefect"
 
 
@@ -239,8 +240,14 @@ class Pass:
         if self._rest is None or self._away:
             return []
         rows = []
+        tag = instance_tag(instance_id())
         try:
-            for flow in self._rest.starting(instance_tag(instance_id()), ("train", "sweep")):
+            for flow in self._rest.starting(tag, ("reconcile",), WORKS):
+                if time.time() - flow.at > PASS_S:
+                    why = "a pass of reconciliation whose process died: it would keep others from starting"
+                    problem = "" if self._dry else self._set(flow, "CANCELLED", NAMES["CANCELLED"], why)
+                    rows.append(Row(f"flow run {flow.id}", Act.SET_STATE, why, state="CANCELLED", problem=problem))
+            for flow in self._rest.starting(tag, ("train", "sweep")):
                 # a crashed cell is started again by its sweep
                 of_a_sweep = flow.state == "CRASHED" and any(tag.startswith(f"{SWEEP_TAG}:") for tag in flow.tags)
                 if flow.id in settled:

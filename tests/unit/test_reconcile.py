@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.decide import Kind
-from flows.prefect_rest import FlowRun, PrefectAway
+from flows.prefect_rest import STARTED, FlowRun, PrefectAway
 from flows.reconciliation import Pass, Row
 from slipstream.instance import remember_root
 from slipstream.run_folder import RunFolder, create_exclusively, read_object, write_json
@@ -179,8 +179,9 @@ class Prefect:
     def flow_runs(self, ids: Iterable[str]) -> dict[str, FlowRun]:
         return {flow: self.known[flow] for flow in ids if flow in self.known}
 
-    def starting(self, tag: str, flows: Sequence[str]) -> list[FlowRun]:
-        return [flow for flow in self.known.values() if flow.state in ("RUNNING", "PENDING", "CRASHED")]
+    def starting(self, tag: str, flows: Sequence[str], states: Sequence[str] = STARTED) -> list[FlowRun]:
+        wanted = "reconcile" if "reconcile" in flows else ""
+        return [flow for flow in self.known.values() if flow.state in states and flow.called == wanted]
 
     def set_state(self, flow: FlowRun, state: str, name: str, message: str) -> bool:
         self.states.append((flow.id, state))
@@ -229,6 +230,15 @@ def test_what_may_have_its_folder_where_nobody_can_look_is_not_started_anew(tmp_
     assert str(root) in started.why
     (tmp_path / "away").rename(tmp_path / "scratch")
     assert [row.act for row in one_pass(prefect)] == [Act.LEAD_BY_FLOW]
+
+
+def test_a_pass_that_died_does_not_keep_others_from_starting() -> None:
+    """Its deployment takes one at once, and a server that was started again gives the place of a dead one to nobody."""
+    prefect = Prefect(
+        flow("p1", "RUNNING", 1000.0, called="reconcile"), flow("p2", "RUNNING", 60.0, called="reconcile")
+    )
+    assert [(row.run, row.act) for row in one_pass(prefect)] == [("flow run p1", Act.SET_STATE)]
+    assert prefect.states == [("p1", "CANCELLED")]
 
 
 def test_one_storage_root_does_not_keep_the_others_from_being_looked_at(run: RunFolder, tmp_path: Path) -> None:
