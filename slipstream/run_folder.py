@@ -8,6 +8,7 @@ import errno
 import json
 import math
 import os
+import re
 import secrets
 import socket
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 RUN_FILE = "run.toml"
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 LEDGER = "ledger.jsonl"
 
 
@@ -190,8 +192,14 @@ class RunFolder:
         Args:
             begun: the folder may be there already, of a start that died before it wrote run.toml.
 
-        Raises RunFolderError where it exists.
+        Raises RunFolderError where it exists, or where the id cannot be one: it is a folder's name, and a part of the
+        comments of jobs.
         """
+        if not RUN_ID.fullmatch(run_id):
+            shown = run_id if len(run_id) < 100 else f"{run_id[:99]}…"
+            raise RunFolderError(
+                f"run_id = {shown!r} cannot name a run: letters, digits, '.', '_' and '-', a letter or digit first, at most 128"
+            )
         folder = cls(Path(storage_root).expanduser() / run_id)
         folder.path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -82,7 +82,6 @@ COMMANDS: Mapping[str, Mapping[str, How] | ByTest] = {
         "createdb slipstream_alice": POSTGRES,
         "export PREFECT_API_DATABASE_CONNECTION_URL="
         "'postgresql+asyncpg:///slipstream_alice?host=/var/run/postgresql'": POSTGRES,
-        "export PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED=events,flow_runs": POSTGRES,
         "export PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD=2592000": POSTGRES,
         ".venv/bin/slipstream clean --older-than 60d --keep-best --root STORAGE": HERE,
         ".venv/bin/slipstream clean --older-than 60d --keep-best --root STORAGE --yes": HERE,

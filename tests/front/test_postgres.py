@@ -57,7 +57,6 @@ def test_a_run_with_postgresql(sockets: Path, tmp_path: Path) -> None:
     front = Front(
         tmp_path / "front",
         PREFECT_API_DATABASE_CONNECTION_URL=f"postgresql+asyncpg://alice@/slipstream_alice?host={sockets}",
-        PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED="events,flow_runs",
         PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD="2592000",
     )
     try:

@@ -91,7 +91,7 @@ def a_run(
 def test_a_run_whose_newest_attempt_has_no_outcome_works(tmp_path: Path) -> None:
     assert unfinished_predecessor(tmp_path / "none yet", "weekly", "own") is None
     a_run(tmp_path, "ended", outcome=1)
-    a_run(tmp_path, "of another schedule", "daily")
+    a_run(tmp_path, "of-another-schedule", "daily")
     assert unfinished_predecessor(tmp_path, "weekly", "own") is None
     a_run(tmp_path, "again", outcome=1, attempts=2)
     assert unfinished_predecessor(tmp_path, "weekly", "next") == "again"

@@ -261,3 +261,12 @@ def test_a_file_that_cannot_be_read_is_not_one_that_is_not_there(tmp_path, monke
     monkeypatch.setattr(Path, "read_text", stale)
     with pytest.raises(OSError, match="Stale"):
         read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    "run_id", ["", "..", "../x", "/tmp/x", "a/b", "a b", "a:b", "a\n", ".hidden", "-x", "é", "$(id)", "x" * 129]
+)
+def test_an_id_that_is_no_name_of_a_folder_in_the_root_is_refused(tmp_path: Path, run_id: str) -> None:
+    with pytest.raises(RunFolderError, match="cannot name a run: letters, digits"):
+        RunFolder.create(tmp_path / "runs", run_id)
+    assert not list(tmp_path.iterdir())
