@@ -99,14 +99,17 @@ def reconcile_all(roots: Sequence[Path] | None = None, dry_run: bool = False) ->
 def _alone() -> Iterator[bool]:
     """Whether no other pass works on this host. Two on two hosts are harmless: see `tasks.lease.begin_after`."""
     folder = home() / "reconcile"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    with open(folder / f"{socket.gethostname()}.lock", "w") as file:
+    with contextlib.ExitStack() as stack:
         try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            file = stack.enter_context(open(folder / f"{socket.gethostname()}.lock", "w"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
             return
-        except OSError:  # a file system without locks
+        except (
+            OSError
+        ):  # a home that is full or takes no writes, a file system without locks: no run is to wait for that
             pass
         yield True
 

@@ -138,9 +138,12 @@ def holding(parts: Sequence[str]) -> Iterator[list[str]]:
             if not _locked(fd):
                 os.close(fd)
                 continue
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
             taken[part] = fd
+            os.ftruncate(fd, 0)
+            try:
+                os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+            except OSError as error:  # a full disk names no file
+                raise OSError(error.errno, error.strerror, str(home() / f"{part}.lock")) from None
         yield list(taken)
     finally:
         for fd in taken.values():

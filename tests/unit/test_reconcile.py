@@ -13,7 +13,7 @@ import pytest
 
 from cluster.decide import Kind
 from flows.prefect_rest import STARTED, FlowRun, PrefectAway
-from flows.reconciliation import Pass, Row
+from flows.reconciliation import Pass, Row, reconcile_all
 from slipstream.instance import remember_root
 from slipstream.run_folder import RunFolder, create_exclusively, read_object, write_json
 from tasks.leads import Lead, asked_for, in_a_row, read_leads, record_lead, resumed_at
@@ -239,6 +239,13 @@ def test_a_pass_that_died_does_not_keep_others_from_starting() -> None:
     )
     assert [(row.run, row.act) for row in one_pass(prefect)] == [("flow run p1", Act.SET_STATE)]
     assert prefect.states == [("p1", "CANCELLED")]
+
+
+def test_a_home_that_takes_no_writes_keeps_no_run_from_being_looked_at(run: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir(exist_ok=True)
+    (tmp_path / "home" / "reconcile").touch()  # nothing can be made in it, whoever runs the test
+    (found,) = reconcile_all([tmp_path / "runs"])[1:]
+    assert found.run == "r"
 
 
 def test_one_storage_root_does_not_keep_the_others_from_being_looked_at(run: RunFolder, tmp_path: Path) -> None:
