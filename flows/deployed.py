@@ -19,14 +19,15 @@ from prefect.states import Cancelled, Failed
 from cluster.decide import Kind
 from cluster.profile import ClusterError
 from flows import steps
+from flows.cli.plain import storage_text
 from flows.masking import mask_of
 from flows.page.run import showing
 from flows.predecessor import skipped
 from flows.prefect_rest import CANCELS, FlowRun, PrefectAway, PrefectRest
 from flows.refused import show_refusal
-from slipstream.config_file import ConfigError
+from slipstream.config_file import ConfigError, Problem
 from slipstream.run_config import RunConfig
-from slipstream.run_folder import RunFolder, RunFolderError
+from slipstream.run_folder import RunFolder, RunFolderError, check_run_id
 from tasks import finish as finishing
 from tasks import lease as leasing
 from tasks import stop as stopping
@@ -81,17 +82,37 @@ def asked_prefect(flow_run_id: str) -> FlowRun | None:
 
 def lead(config: RunConfig, run_id: str, start: Start) -> Any:
     """The body of the flow under a worker: the run folder of a run that finished, else the state that says how it ended."""
-    run = RunFolder(Path(config.storage.root).expanduser() / (run_id or start.run_id(config.name)))
+    try:
+        run = _folder(config, run_id or start.run_id(config.name))
+    except (ConfigError, RunFolderError) as error:
+        show_refusal(error)
+        return Failed(message=str(error))
     try:
         if not run.run_file.exists() and (state := skipped(run.path.parent, run.run_id)) is not None:
             return state
         return _lead(config, run, start)
     except RunCancelled as error:
         return Cancelled(message=mask_of(run)(str(error)))
-    except (RunFailed, ConfigError, ClusterError, RunFolderError, NothingToResume) as error:
-        if isinstance(error, ConfigError):
+    except (RunFailed, ConfigError, ClusterError, RunFolderError, NothingToResume, OSError) as error:
+        if isinstance(error, ConfigError) or not _is_prepared(run):
             show_refusal(error)
-        return Failed(message=mask_of(run)(str(error)))
+        return Failed(message=mask_of(run)(storage_text(error) if isinstance(error, OSError) else str(error)))
+
+
+def _is_prepared(run: RunFolder) -> bool:
+    with contextlib.suppress(OSError):
+        return run.run_file.exists()
+    return False
+
+
+def _folder(config: RunConfig, run_id: str) -> RunFolder:
+    """Raises ConfigError, RunFolderError."""
+    check_run_id(run_id)
+    root = config.storage.root
+    try:
+        return RunFolder(Path(root).expanduser() / run_id)
+    except RuntimeError:
+        raise ConfigError([Problem("storage.root", root, "nobody knows that home: write the path in full")]) from None
 
 
 def _lead(config: RunConfig, run: RunFolder, start: Start) -> str:

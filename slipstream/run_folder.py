@@ -175,6 +175,15 @@ def new_run_id(name: str) -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
+def check_run_id(run_id: str) -> None:
+    """Raises RunFolderError where the id cannot be one."""
+    if not RUN_ID.fullmatch(run_id):
+        shown = run_id if len(run_id) < 100 else f"{run_id[:99]}…"
+        raise RunFolderError(
+            f"run_id = {shown!r} cannot name a run: letters, digits, '.', '_' and '-', a letter or digit first, at most 128"
+        )
+
+
 class RunFolder:
     """Paths and small records of one run. Holds no state of its own."""
 
@@ -195,11 +204,7 @@ class RunFolder:
         Raises RunFolderError where it exists, or where the id cannot be one: it is a folder's name, and a part of the
         comments of jobs.
         """
-        if not RUN_ID.fullmatch(run_id):
-            shown = run_id if len(run_id) < 100 else f"{run_id[:99]}…"
-            raise RunFolderError(
-                f"run_id = {shown!r} cannot name a run: letters, digits, '.', '_' and '-', a letter or digit first, at most 128"
-            )
+        check_run_id(run_id)
         folder = cls(Path(storage_root).expanduser() / run_id)
         folder.path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -260,18 +260,26 @@ def test_a_run_that_prefect_does_not_know_is_left_alone_and_without_prefect_a_su
 
 
 def test_what_is_refused_fails_with_the_reason(front: Front) -> None:
-    """A configuration that cannot run, and the id of another run."""
+    """A configuration that cannot run, the id of another run, one that leads out of the root, a root that is a file."""
     taken = front.root / "taken"
     taken.mkdir()
     (taken / "run.toml").write_text("")
     write_json(taken / "origin.json", {"flow_run": "another"})
     refused, run = front.submit("refused", 'reward.functions=["nowhere:nothing"]')
     other, _ = front.submit("other", run_id="taken")
+    outside, _ = front.submit("outside", run_id="../outside")
+    (front.folder / "file").touch()
+    no_folder, _ = front.submit("no-folder", f"storage.root={front.folder / 'file'}")
     message = front.wait_state(refused, "FAILED")["state"]["message"]
     assert "reward.functions" in message
     assert "nowhere" in message
     assert not run.path.exists()
     assert "there is such a run already" in front.wait_state(other, "FAILED")["state"]["message"]
+    assert "run_id = '../outside' cannot name a run" in front.wait_state(outside, "FAILED")["state"]["message"]
+    assert not (front.folder / "outside").exists()
+    message = front.wait_state(no_folder, "FAILED")["state"]["message"]
+    assert "Not a directory: a folder belongs there: move the file away" in message
+    assert [artifact["key"] for artifact in front.artifacts(no_folder)] == ["refused"]
 
 
 def test_the_flow_of_reconciliation_and_no_flow_has_a_hook(front: Front) -> None:
