@@ -41,12 +41,14 @@ def reconcile(
     rows = reconcile_all([Path(root).expanduser() for root in roots] if roots else None, dry_run)
     for row in rows:
         did = row.act is not Act.NOTHING
-        tell = log.warning if row.problem else log.info if did else log.debug
+        tell = log.warning if row.problem or row.person else log.info if did else log.debug
         tell("%s: %s (%s)%s", row.run, row.act, row.why, f": {row.problem}" if row.problem else "")
     eventful = [row.record() for row in rows if row.act is not Act.NOTHING or row.problem]
     if eventful or not deployment.id:
         return eventful
     _remove_uneventful(str(deployment.id))
+    if any(row.person for row in rows):
+        return Completed(name=UNEVENTFUL, message="nothing was to be done; a person has to look: see the logs")
     with contextlib.suppress(OSError):  # nothing is in it that anybody would look for
         log_file(str(flow_run.id)).unlink()
     return Completed(name=UNEVENTFUL, message="nothing was to be done")

@@ -42,7 +42,12 @@ PREFECT = "Prefect"
 
 @dataclass(frozen=True)
 class Row:
-    """What a pass found of a run (or of Prefect), and what it did. `problem`: why that could not be done; ""."""
+    """What a pass found of a run (or of Prefect), and what it did.
+
+    Attributes:
+        problem: why that could not be done; "".
+        person: only a person can help.
+    """
 
     run: str
     act: str
@@ -50,6 +55,7 @@ class Row:
     path: str = ""
     state: str = ""
     problem: str = ""
+    person: bool = False
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -131,7 +137,7 @@ class Pass:
         open_runs: dict[Path, str] = {}  # with their flow runs
         settled: dict[str, RunFolder] = {}  # by their flow runs
         there, missing = known_roots() if roots is None else _given(roots)
-        rows += [Row("", Act.NOTHING, text, problem="" if roots is None else text) for text in missing]
+        rows += [Row("", Act.NOTHING, text, problem="" if roots is None else text, person=True) for text in missing]
         for run in [run for root in there for run in _in_root(root, rows)]:
             try:
                 if (flow_run := self._memory.done(run)) is not None:
@@ -193,7 +199,7 @@ class Pass:
             found, flow = self._look(run)
             plan = reconcile(found.facts)
             plan = replace(plan, why=mask(plan.why))
-            row = Row(run.run_id, plan.act, plan.why, str(run.path), plan.state)
+            row = Row(run.run_id, plan.act, plan.why, str(run.path), plan.state, person=plan.person)
             if plan.act is Act.NOTHING:
                 if plan.settled:
                     self._memory.settle(run, found.facts.flow_run)
@@ -266,10 +272,11 @@ class Pass:
         seen_s, _ = self._memory.seen(f"flow {flow.id}", [flow.state, flow.at])
         plan = without_folder(_state_of(flow), seen_s, flow.run_count, MAX_STARTS)
         if plan.act is not Act.NOTHING and missing:
-            plan = nothing(f"{plan.why}, but its folder may be where nobody can look: {'; '.join(missing)}")
+            why = f"{plan.why}, but its folder may be where nobody can look: {'; '.join(missing)}"
+            plan = nothing(why, person=True)
         again = plan.act is not Act.NOTHING and not self._dry
         problem = self._set(flow, "SCHEDULED", AGAIN, plan.why) if again else ""
-        return Row(f"flow run {flow.id}", plan.act, plan.why, problem=problem)
+        return Row(f"flow run {flow.id}", plan.act, plan.why, problem=problem, person=plan.person)
 
 
 def _given(roots: Sequence[Path]) -> tuple[list[Path], list[str]]:

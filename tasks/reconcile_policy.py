@@ -107,16 +107,23 @@ class Facts:
 
 @dataclass(frozen=True)
 class Plan:
-    """One act, and why. `state`: type of the state that SET_STATE sets. `settled`: the run has ended, and all agree."""
+    """One act, and why.
+
+    Attributes:
+        state: type of the state that SET_STATE sets.
+        settled: the run has ended, and all agree.
+        person: only a person can help.
+    """
 
     act: Act
     why: str
     state: str = ""
     settled: bool = False
+    person: bool = False
 
 
-def nothing(why: str, settled: bool = False) -> Plan:
-    return Plan(Act.NOTHING, why, settled=settled)
+def nothing(why: str, settled: bool = False, person: bool = False) -> Plan:
+    return Plan(Act.NOTHING, why, settled=settled, person=person)
 
 
 def reconcile(run: Facts) -> Plan:
@@ -124,7 +131,10 @@ def reconcile(run: Facts) -> Plan:
     if run.others:
         return nothing(run.others)
     if run.flow_run and run.answers and run.flow is None:
-        return nothing(f"this Prefect does not know its flow run {run.flow_run}: left alone, its jobs too")
+        left = f"this Prefect does not know its flow run {run.flow_run}: left alone, its jobs too"
+        if run.outcome is None and run.leader in (Leader.NONE, Leader.RELEASED):
+            return nothing(f"{left}; nobody leads it: `slipstream supervise` or `slipstream stop` it", person=True)
+        return nothing(left)
     if run.leader in (Leader.LIVES, Leader.UNSURE):
         return _led(run)
     return _open(run) if run.outcome is None else _ended(run)
@@ -184,7 +194,8 @@ def _ended(run: Facts) -> Plan:
 def _open(run: Facts) -> Plan:
     """Nobody leads it, and it has not ended."""
     if run.elsewhere:
-        return nothing(f"nobody leads it, and its jobs can only be seen on {run.elsewhere}: resume it there")
+        why = f"nobody leads it, and its jobs can only be seen on {run.elsewhere}: resume it there"
+        return nothing(why, person=True)
     if why := _why_to_stop(run):
         if run.unasked:
             return Plan(Act.ASK_CELLS, why)
@@ -195,7 +206,7 @@ def _open(run: Facts) -> Plan:
         return nothing("its own SLURM job leads it")
     act, why = _who_is_to_lead(run)
     if act is Act.LEAD_HERE and not run.prepared:
-        return nothing(f"{why}, and it was never prepared: remove its folder")
+        return nothing(f"{why}, and it was never prepared: remove its folder", person=True)
     if (
         act is not Act.NOTHING and run.lead_age_s < SETTLE_S
     ):  # a worker may tell of the death of the one before once more
@@ -244,5 +255,5 @@ def without_folder(flow: FlowState, seen_s: float, starts: int, max_starts: int)
     if seen_s < patience:
         return nothing("its run is being prepared")
     if starts > max_starts:
-        return nothing(f"started {starts} times, and never came to a run folder: look at its log")
+        return nothing(f"started {starts} times, and never came to a run folder: look at its log", person=True)
     return Plan(Act.LEAD_BY_FLOW, f"it has no run folder, and Prefect says {flow.state}")

@@ -127,6 +127,13 @@ def test_the_table(facts: Facts, act: Act, state: str) -> None:
     assert plan.why
 
 
+def test_where_only_a_person_can_help() -> None:
+    for alone in (run(None, live=JOBS), run(None, leader=RELEASED), run(elsewhere="n7"), Facts(prepared=False)):
+        assert reconcile(alone).person, reconcile(alone).why
+    for helped in (run(None, leader=LIVES), run(None, outcome=Kind.FAIL), run(live=JOBS), run(leader=LIVES)):
+        assert not reconcile(helped).person
+
+
 def test_what_is_settled() -> None:
     assert reconcile(run("COMPLETED", outcome=Kind.FINISH)).settled
     assert reconcile(Facts(outcome=Kind.FAIL)).settled
