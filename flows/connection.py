@@ -17,6 +17,8 @@ from flows.prefect_rest import PrefectAway, PrefectRest
 from flows.up.state import Up, auth_string, prefect_home, running
 
 PROBE_TIMEOUT_S = 30.0
+UNAUTHORIZED = 401
+FORBIDDEN = 403  # of a server that wants a CSRF token, which prefect's own client gets; that is no password
 OTHERWISE = "then that of `slipstream up` is used"
 
 
@@ -103,9 +105,11 @@ def _checked(found: Connection) -> Connection:
         try:
             count = rest.call("POST", "flows/count", {})
         except PrefectAway as error:
-            if error.status in (401, 403):
+            if error.status == FORBIDDEN:
+                return found
+            if error.status == UNAUTHORIZED:
                 raise PrefectRefused(
-                    f"{where} lets us not in ({error.status}): PREFECT_API_AUTH_STRING is to be the USER:PASSWORD that the "
+                    f"{where} lets us not in (401 Unauthorized): PREFECT_API_AUTH_STRING is to be the USER:PASSWORD that the "
                     "server was started with, or PREFECT_API_KEY a key of its"
                 ) from None
             if error.status == 0 or error.status >= 500:
@@ -131,7 +135,10 @@ def is_loopback(url: str) -> bool:
 def asks_nobody(url: str) -> bool:
     """Whether the API at `url` answers without a password or key. Raises PrefectUnavailable."""
     try:
-        answer = httpx.post(f"{url.rstrip('/')}/flows/count", json={}, timeout=PROBE_TIMEOUT_S, follow_redirects=True)
+        base = url.rstrip("/")
+        answer = httpx.post(f"{base}/flows/count", json={}, timeout=PROBE_TIMEOUT_S, follow_redirects=True)
+        if answer.status_code == FORBIDDEN:
+            answer = httpx.get(f"{base}/admin/version", timeout=PROBE_TIMEOUT_S, follow_redirects=True)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise PrefectUnavailable(f"{url} does not answer ({str(error) or type(error).__name__})") from None
     return answer.is_success

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows.connection import PrefectRefused, connect, is_loopback
+from flows.connection import PrefectRefused, asks_nobody, connect, is_loopback
 from flows.prefect_api import PrefectUnavailable
 from flows.reconciliation import prefect_here
 from flows.up import state as up_state
@@ -159,10 +159,13 @@ class Api(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         known = self.headers["Authorization"] == f"Basic {base64.b64encode(b'me:s3cret').decode()}"
-        self.answer(404 if not self.path.startswith("/api/") else 200 if known else 401, b"3")
+        if self.path.startswith("/wants-a-token/"):
+            self.answer(403, b"")
+        else:
+            self.answer(404 if not self.path.startswith("/api/") else 200 if known else 401, b"3")
 
     def do_GET(self) -> None:
-        self.answer(200, b"<html>")
+        self.answer(200, b'"3.9.1"')
 
     def answer(self, code: int, body: bytes) -> None:
         self.send_response(code)
@@ -184,13 +187,20 @@ def api() -> Iterator[str]:
 
 def test_a_server_that_lets_us_not_in_is_told_at_once(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", f"http://{api}/api")
-    with pytest.raises(PrefectRefused, match=r"\(401\): PREFECT_API_AUTH_STRING"):
+    with pytest.raises(PrefectRefused, match=r"\(401 Unauthorized\): PREFECT_API_AUTH_STRING"):
         connect()
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "me:s3cret")
     assert connect().url == f"http://{api}/api"
     monkeypatch.setenv("PREFECT_API_URL", f"http://{api}")
     with pytest.raises(PrefectRefused, match=r"is no Prefect API.*/api at its end"):
         connect()
+
+
+def test_a_server_that_wants_a_token_and_no_password_asks_nobody(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asks_nobody(f"http://{api}/wants-a-token")
+    assert not asks_nobody(f"http://{api}/api")
+    monkeypatch.setenv("PREFECT_API_URL", f"http://{api}/wants-a-token")
+    assert connect().url == f"http://{api}/wants-a-token"
 
 
 def test_a_password_in_an_address_is_used_and_not_shown(api: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
