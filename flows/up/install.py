@@ -132,22 +132,26 @@ def marks(instance: str) -> tuple[str, str]:
     return f"# >>> slipstream {instance}", f"# <<< slipstream {instance}"
 
 
+def cron_scripts(place: Place) -> dict[Path, str]:
+    """What cron runs, by the file: a line of a crontab is cut off after a thousand characters, and PATH may be as long."""
+    folder = Path(place.logs).parent / "cron"
+
+    def script(name: str, command: Sequence[str]) -> tuple[Path, str]:
+        lines = ["#!/bin/sh", "# Written by `slipstream up --install`."]
+        lines += [f"export {key}={shlex.quote(value)}" for key, value in place.environment.items()]
+        lines += [f"cd {shlex.quote(place.directory)} || exit 1"]
+        lines += [f"exec {shlex.join(command)} >> {shlex.quote(f'{place.logs}/{name}.log')} 2>&1"]
+        return folder / f"{name}.sh", "\n".join(lines) + "\n"
+
+    return dict([script("up", place.up), script("reconcile", place.reconcile)])
+
+
 def cron_lines(place: Place) -> list[str]:
     """Our block of a crontab."""
     first, last = marks(place.instance)
-    given = [f"{name}={value}" for name, value in place.environment.items()]
-
-    def line(when: str, command: Sequence[str], log: str) -> str:
-        text = f"cd {shlex.quote(place.directory)} && {shlex.join(['env', *given, *command])}"
-        text += f" >> {shlex.quote(f'{place.logs}/{log}')} 2>&1"
-        return f"{when} {text}".replace("%", "\\%")
-
-    return [
-        first,
-        line("@reboot", place.up, "up.log"),
-        line("* * * * *", place.reconcile, "reconcile.log"),
-        last,
-    ]
+    when = ("@reboot", "* * * * *")
+    lines = [f"{time} /bin/sh {shlex.quote(str(path))}" for time, path in zip(when, cron_scripts(place), strict=True)]
+    return [first, *(line.replace("%", "\\%") for line in lines), last]
 
 
 def with_block(crontab: str, instance: str, block: Sequence[str]) -> str:
@@ -211,6 +215,8 @@ def show(place: Place, say: Callable[[str], None]) -> None:
         for name, text in units(place).items():
             say(f"--- {unit_folder() / name}\n{text}")
     else:
+        for path, text in cron_scripts(place).items():
+            say(f"--- {path}\n{text}")
         say("--- crontab")
         say("\n".join(cron_lines(place)))
 
@@ -259,8 +265,13 @@ def _tell_about_linger(say: Callable[[str], None]) -> None:
 
 def _install_cron(place: Place, say: Callable[[str], None]) -> None:
     block = cron_lines(place)
-    before = _crontab(block)
+    before = _crontab([f"--- {path}\n{text}" for path, text in cron_scripts(place).items()] + block)
     after = with_block(before, place.instance, block)
+    for path, text in cron_scripts(place).items():
+        same = path.exists() and path.read_text() == text
+        if not same:
+            write_atomic(path, text)
+        say(f"  {path}  {'unchanged' if same else 'written'}")
     if after != before:
         _must("crontab", "-", text=after)
     say(f"  crontab  {'unchanged' if after == before else 'written'} (there is no systemd for this user here)")
@@ -300,6 +311,8 @@ def uninstall(instance: str, say: Callable[[str], None]) -> None:
         before = _crontab()
     if marks(instance)[0] in before:
         _must("crontab", "-", text=with_block(before, instance, []))
+        for path in (home() / "cron").glob("*.sh"):
+            path.unlink()
         cron = True
         say("  crontab  our lines removed")
     if not found and not cron:

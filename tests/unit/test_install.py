@@ -2,17 +2,32 @@
 the texts are judged by systemd itself where it is there."""
 
 import getpass
+import json
 import os
 import shutil
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows.up.install import Place, cron_lines, has_user_systemd, here, install, show, uninstall, units, with_block
+from flows.up.install import (
+    Place,
+    cron_lines,
+    cron_scripts,
+    has_user_systemd,
+    here,
+    install,
+    show,
+    uninstall,
+    units,
+    with_block,
+)
 from flows.up.state import UpError, holding
+from slipstream.run_folder import write_atomic
 
 PLACE = Place(
     "alice",
@@ -71,12 +86,25 @@ def test_systemd_understands_them(tmp_path: Path) -> None:
 
 
 def test_cron_s_lines_say_where_and_with_what(tmp_path: Path) -> None:
-    first, up, look, last = cron_lines(PLACE)
+    long = {"PATH": ":".join(f"/opt/module's/{number}/bin" for number in range(100)), "A": "$HOME %"}
+    place = replace(PLACE, environment=long, logs=f"{tmp_path}/1 0%/logs", directory=str(tmp_path))
+    first, up, look, last = cron_lines(place)
     assert (first, last) == ("# >>> slipstream alice", "# <<< slipstream alice")
-    assert up.startswith("@reboot cd '/opt/slip stream' && env SLIPSTREAM_HOME=/home/alice/.slipstream ")
-    assert "'/a b/100\\%.toml'" in up
-    assert look.startswith("* * * * * cd ")
-    assert look.endswith("flows.cli.main reconcile >> /home/alice/.slipstream/logs/reconcile.log 2>&1")
+    assert up == f"@reboot /bin/sh '{tmp_path}/1 0\\%/cron/up.sh'"
+    assert look == f"* * * * * /bin/sh '{tmp_path}/1 0\\%/cron/reconcile.sh'"
+    show_it = [
+        sys.executable,
+        "-c",
+        "import json, os, sys; print(json.dumps([os.getcwd(), *sys.argv[1:], dict(os.environ)]))",
+    ]
+    scripts = cron_scripts(replace(place, up=[*show_it, "/a b/100%.toml", "$(id)"]))
+    (tmp_path / "1 0%" / "logs").mkdir(parents=True)
+    for path, text in scripts.items():
+        write_atomic(path, text)
+    subprocess.run(["/bin/sh", str(next(iter(scripts)))], env={}, check=True)
+    *words, environment = json.loads((tmp_path / "1 0%" / "logs" / "up.log").read_text())
+    assert words == [str(tmp_path), "/a b/100%.toml", "$(id)"]
+    assert long.items() <= environment.items()
 
 
 LINES = st.lists(
@@ -184,10 +212,11 @@ def test_without_systemd_cron_is_used(tmp_path: Path, monkeypatch: pytest.Monkey
     for _ in range(2):
         install(place, machine.said.append)
         assert machine.crontab.read_text().splitlines() == ["0 3 * * * backup", *cron_lines(place)]
-    assert machine.said[0].split()[:2] == ["crontab", "written"]
-    assert machine.said[2].split()[:2] == ["crontab", "unchanged"]
-    assert "s3cret-value" not in machine.crontab.read_text()
+    assert [text.split()[1] for text in machine.said if "crontab" in text] == ["written", "unchanged"]
+    scripts = [tmp_path / "home" / "cron" / name for name in ("up.sh", "reconcile.sh")]
+    assert "s3cret-value" not in machine.crontab.read_text() + "".join(path.read_text() for path in scripts)
     uninstall("alice", machine.said.append)
+    assert not any(path.exists() for path in scripts)
     assert machine.crontab.read_text() == "0 3 * * * backup\n"
 
 
@@ -215,5 +244,5 @@ def test_lines_after_a_block_without_an_end_are_not_taken_for_ours() -> None:
 def test_with_neither_the_lines_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch, systemd=False)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(UpError, match=r"neither systemd's user units nor cron(.|\n)*@reboot cd"):
+    with pytest.raises(UpError, match=r"neither systemd's user units nor cron(.|\n)*@reboot /bin/sh"):
         install(here([]), machine.said.append)
