@@ -16,11 +16,6 @@ class Gone(io.StringIO):
         raise OSError(5, "Input/output error")
 
 
-def default_hangup() -> None:
-    """The tests may run below nohup."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("terminal", [io.StringIO, Gone])
 def test_the_first_signal_stops_and_the_others_change_nothing(
@@ -29,7 +24,6 @@ def test_the_first_signal_stops_and_the_others_change_nothing(
     asked: list[str] = []
     after: list[str] = []
     monkeypatch.setattr(sys, "stderr", terminal())
-    default_hangup()
     with stopping("the run", asked.append):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
