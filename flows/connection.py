@@ -14,7 +14,7 @@ import httpx
 
 from flows.prefect_api import QUIET, PrefectUnavailable, check_reachable, configured_api, split_password
 from flows.prefect_rest import PrefectAway, PrefectRest
-from flows.up.state import Up, auth_string, prefect_home, running
+from flows.up.state import Up, auth_file, auth_string, prefect_home, running
 
 PROBE_TIMEOUT_S = 30.0
 UNAUTHORIZED = 401
@@ -105,14 +105,16 @@ def _checked(found: Connection) -> Connection:
         try:
             count = rest.call("POST", "flows/count", {})
         except PrefectAway as error:
-            if error.status == FORBIDDEN:
+            if error.status == FORBIDDEN or error.status >= 500:  # the latter is busy: prefect's own client is patient
                 return found
             if error.status == UNAUTHORIZED:
-                raise PrefectRefused(
-                    f"{where} lets us not in (401 Unauthorized): PREFECT_API_AUTH_STRING is to be the USER:PASSWORD that the "
-                    "server was started with, or PREFECT_API_KEY a key of its"
-                ) from None
-            if error.status == 0 or error.status >= 500:
+                way_out = (
+                    "PREFECT_API_AUTH_STRING is to be the USER:PASSWORD of that server, or PREFECT_API_KEY a key of its"
+                )
+                if found.local and not os.environ.get("PREFECT_API_KEY"):
+                    way_out += f"; where {auth_file()} was changed since: `slipstream down`, then `slipstream up`"
+                raise PrefectRefused(f"{where} lets us not in (401 Unauthorized): {way_out}") from None
+            if error.status == 0:
                 raise PrefectUnavailable(str(error)) from None
             count = str(error.status)
     if not isinstance(count, int):
