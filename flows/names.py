@@ -1,5 +1,7 @@
 """Names of what an instance has on a Prefect server. One place, so that whoever looks for them finds them."""
 
+from slipstream.instance import RESERVED
+
 TAG = "slipstream"
 
 
@@ -15,7 +17,7 @@ def runs_pool(instance: str) -> str:
 
 def care_pool(instance: str) -> str:
     """Work pool of what must never wait for a training: reconciliation, and sweeps, which only start their cells."""
-    return f"{TAG}-{instance}-care"
+    return f"{TAG}-{instance}{RESERVED}"
 
 
 def deployment_name(instance: str, preset: str) -> str:

@@ -14,6 +14,7 @@ from slipstream.run_folder import DamagedFile, RunFolder, read_object, write_jso
 
 INSTANCE_ENV = "SLIPSTREAM_INSTANCE"
 HOME_ENV = "SLIPSTREAM_HOME"
+RESERVED = "-care"  # of the second work pool of an instance (`flows.names`)
 VALID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")
 
 
@@ -28,6 +29,11 @@ def instance_id(given: str | None = None) -> str:
         raise InstanceError(
             f"the instance id {value!r} is not possible: letters, digits, '_' and '-', at most 32 (--instance, or "
             f"{INSTANCE_ENV} in the environment)"
+        )
+    if value.endswith(RESERVED):
+        raise InstanceError(
+            f"the instance id {value!r} is not possible: what ends in {RESERVED!r} is a work pool of "
+            f"{value.removesuffix(RESERVED)!r}; choose another (--instance, or {INSTANCE_ENV} in the environment)"
         )
     return value
 

@@ -12,7 +12,9 @@ from pydantic import Field
 from flows.deploy.deployments import FlowFacts, Wanted, block_name, differences, digest, empty_form, superfluous, wanted
 from flows.deploy.forms import fields, parameter_fields, readable
 from flows.deploy.presets import EXAMPLES, load_presets
+from flows.names import care_pool, runs_pool
 from slipstream.config_file import ConfigError, parse_config
+from slipstream.instance import InstanceError, instance_id
 from slipstream.run_config import RunConfig
 
 SCHEMA = {
@@ -50,6 +52,12 @@ def test_there_is_a_deployment_for_each_example_one_without_and_the_two_that_car
     assert found["reconcile/alice.reconcile"].pool == found["sweep/alice.sweep"].pool == "slipstream-alice-care"
     assert found["reconcile/alice.reconcile"].limit == 1
     assert all(list(deployment.tags) == ["slipstream", "slipstream:alice"] for deployment in found.values())
+
+
+def test_no_instance_has_the_pool_of_another() -> None:
+    with pytest.raises(InstanceError, match=r"'alice-care' is not possible.*a work pool of 'alice'"):
+        instance_id("alice-care")
+    assert care_pool("alice") == runs_pool("alice-care")
 
 
 def test_flows_that_are_not_there_have_no_deployment() -> None:
