@@ -278,7 +278,7 @@ def test_what_is_refused_fails_with_the_reason(front: Front) -> None:
     assert "run_id = '../outside' cannot name a run" in front.wait_state(outside, "FAILED")["state"]["message"]
     assert not (front.folder / "outside").exists()
     message = front.wait_state(no_folder, "FAILED")["state"]["message"]
-    assert "Not a directory: a folder belongs there: move the file away" in message
+    assert "is a file, not a folder" in message
     assert [artifact["key"] for artifact in front.artifacts(no_folder)] == ["refused"]
 
 
