@@ -146,7 +146,7 @@ def _ended_meanwhile(folder: SweepFolder, start: Start) -> State[None] | None:
 
 def _begun(name: str, start: Start) -> SweepFolder | None:
     """The folder that an earlier start of this flow run has made; None: this is the first. Raises DamagedFile."""
-    for root in known_roots() if start.deployment else []:
+    for root in known_roots()[0] if start.deployment else []:
         folder = SweepFolder(root / start.sweep_id(name))
         if folder.sweep_file.is_file() and folder.flow_run == start.flow_run:
             return folder
