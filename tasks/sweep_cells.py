@@ -241,6 +241,8 @@ class LocalCells:
     def start(self, cell: str, note: Note) -> None:
         run = self._sweep.run(cell)
         if run.run_file.is_file():
+            if who := self._watch(cell).look(time.monotonic()):
+                raise NotNow(f"{cell} goes on once its earlier leader ({who}) has ended")
             what = ["resume", str(run.path)]
         else:
             if run.path.is_dir():  # whoever makes it is at it, or died before the run was there
