@@ -41,7 +41,7 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    folder = RunFolder.create(tmp_path, "r-<1>")
+    folder = RunFolder(RunFolder.create(tmp_path, "r").path.rename(tmp_path / "r-<1>"))  # as nobody can name one today
     text = 'name = "r"\n[model]\nname = "tiny & small"\n[data]\nsource = "d"\n[trainer]\nlearning_rate = 1e-4\n'
     write_atomic(folder.run_file, text)
     folder.begin_attempt(None, 0)
