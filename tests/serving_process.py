@@ -42,6 +42,7 @@ def new_run(root: Path, model: Path, run_id: str, **server: Any) -> RunFolder:
             "data": {"source": "none.jsonl"},
             "trainer": {"max_completion_length": 256},
             "server": {"gpus": 0, "max_model_len": MAX_MODEL_LEN, "kv_cache_memory": "64M", **server},
+            "recovery": {"max_idle_gpu_minutes": 1440},  # learners of tests have folders of their own: it hears of none
         }
     )
     run = RunFolder.create(root, run_id)
