@@ -113,9 +113,7 @@ def _alone() -> Iterator[bool]:
         except BlockingIOError:
             yield False
             return
-        except (
-            OSError
-        ):  # a home that is full or takes no writes, a file system without locks: no run is to wait for that
+        except OSError:  # a full home, or a file system without locks: no run is to wait for that
             pass
         yield True
 

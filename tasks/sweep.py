@@ -294,7 +294,7 @@ class _Driver:
             try:
                 write_report(self.sweep, look.results, self.spec)
             except Exception as error:  # the cells are worth more than a picture of them
-                self._say(f"the report could not be written: {type(error).__name__}: {error}".removesuffix(" -> None"))
+                self._say(f"the report could not be written: {type(error).__name__}: {error}")
 
     def _end(self, look: Look | None, kind: Kind, reason: str, left: bool = False) -> None:
         """`left`: the budget is spent, and cells are left."""
