@@ -1,5 +1,6 @@
 .PHONY: setup demo test test-fast test-here test-integration test-front test-slurm test-full lint clean
 
+unexport PYTHONDONTWRITEBYTECODE  # else every process compiles all of our modules anew
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export DO_NOT_TRACK ?= 1
@@ -54,4 +55,4 @@ test-full: test  ## besides, every row of the recovery table on the full stack (
 	HF_HUB_OFFLINE=1 $(PY) -m pytest -v --durations=10 -m full tests/slurm
 
 clean:
-	rm -rf .venv .venv-vllm runs .pytest_cache .mypy_cache .ruff_cache .hypothesis $(REPORTS)
+	rm -rf .venv .venv-vllm runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-cache $(REPORTS)

@@ -14,10 +14,12 @@ from typing import Any
 import psutil
 
 from cluster.local_jobs import cancel_jobs
+from flows.up.engine import FLOW_RUN_ENV
 from slipstream.process import last_lines
 from slipstream.run_folder import RunFolder, write_json
 from tasks.stored import all_jobs
 from tests.doubles.events import FOLDER, PLAN
+from tests.prefect_database import seed
 from tests.prefect_server import ROOT, environment, request
 from tests.waiting import wait_until
 
@@ -74,9 +76,13 @@ class Front:
 
     deployment = f"train/{INSTANCE}.quick"
 
-    def __init__(self, folder: Path, **more: str) -> None:
+    def __init__(self, folder: Path, fresh: bool = False, **more: str) -> None:
+        """`fresh`: it makes its database by itself. `more`: of its environment."""
         self.home, self.root = folder / "home", folder / "runs"
         self.root.mkdir(parents=True)
+        if not fresh:
+            self.home.mkdir(mode=0o700)
+            seed(self.home / "prefect")
         (self.root / "prompts.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(12)))
         self.preset = folder / "quick.toml"
         self.preset.write_text(QUICK.format(root=self.root))
@@ -255,12 +261,15 @@ class Front:
             (run.path / FOLDER / f"go-{name}").touch()
 
 
-def flow_processes(home: Path) -> list[int]:
-    """Processes of flow runs of this home."""
+def flow_processes(home: Path, flow_run: str = "") -> list[int]:
+    """Processes of flow runs of this home, or of the one that is named."""
     found = []
     for process in psutil.process_iter():
         try:
-            if "flows.up.engine" in process.cmdline() and process.environ().get("SLIPSTREAM_HOME") == str(home):
+            if "flows.up.engine" not in process.cmdline():
+                continue
+            its = process.environ()
+            if its.get("SLIPSTREAM_HOME") == str(home) and flow_run in ("", its.get(FLOW_RUN_ENV)):
                 found.append(process.pid)
         except psutil.Error:
             continue

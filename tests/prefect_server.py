@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from slipstream.process import last_lines, spawn, stop
+from tests.prefect_database import seed
 
 ROOT = Path(__file__).resolve().parents[1]
 STANDINS = ROOT / "tests" / "standins"
@@ -44,6 +45,7 @@ class PrefectServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> "PrefectServer":
+        seed(self.home)
         argv = [sys.executable, "-m", "prefect", "server", "start", *([] if self._ui else ["--no-ui"])]
         argv += ["--host", "127.0.0.1", "--port", str(self._port)]
         settings = {
@@ -64,13 +66,19 @@ class PrefectServer:
 
     def _answers(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", trust_env=False).status_code == 200
+            return _client.get(f"{self.url}/health", timeout=5).status_code == 200
         except httpx.HTTPError:
             return False
 
     def kill(self) -> None:
         if self._process is not None:
             stop(self._process, 0)
+
+
+# One for all requests: a new one reads the system's certificates, 25 ms of a core, and tests ask many times a second.
+# No connection is kept: tests kill servers.
+_limits = httpx.Limits(max_keepalive_connections=0)
+_client = httpx.Client(trust_env=False, follow_redirects=True, timeout=60, limits=_limits)
 
 
 def request(method: str, url: str, body: Any = None, auth: tuple[str, str] | None = None) -> Any:
@@ -80,9 +88,7 @@ def request(method: str, url: str, body: Any = None, auth: tuple[str, str] | Non
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
-            answer = httpx.request(
-                method, url, json=body, auth=auth, trust_env=False, follow_redirects=True, timeout=60
-            )
+            answer = _client.request(method, url, json=body, auth=auth)
             if answer.status_code != BUSY or time.monotonic() > end:
                 break
         except httpx.TimeoutException:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-POLL_S = 0.1
+POLL_S = 0.25  # what is asked for often costs a core that the tests need
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = 120) -> Any:

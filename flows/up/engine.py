@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from flows.up.state import logs
+from slipstream.process import importing
 
 KEPT = 200  # files of flow runs that have ended; older ones are removed
 FLOW_RUN_ENV = "PREFECT__FLOW_RUN_ID"
@@ -68,6 +69,8 @@ def main() -> None:
         remove_old(path.parent, spared=living())
     except OSError as error:  # a full disk must not keep a run from its leader
         print(f"{path}: {error}", file=sys.stderr)
+    with importing():
+        import prefect.flow_engine  # noqa: F401
     runpy.run_module("prefect.engine", run_name="__main__")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from flows.prefect_rest import BUSY, PAUSES_S
+from slipstream.process import importing
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -69,6 +70,7 @@ def _after(body: list[Message], receive: Receive) -> Receive:
 
 def create_app() -> App:
     """For uvicorn's --factory."""
-    from prefect.server.api.server import create_app
+    with importing():
+        from prefect.server.api.server import create_app
 
     return AskAgain(create_app())

@@ -16,7 +16,7 @@ from slipstream.learner.leader import read_config
 from slipstream.learner.leave import left_reason
 from slipstream.learner.patience import server_patience_s
 from slipstream.learner.timeouts import collective_timeout
-from slipstream.process import Heartbeat, die_with_parent, job_incarnation
+from slipstream.process import Heartbeat, die_with_parent, importing, job_incarnation
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder
 from slipstream.tracking import PROJECT, environment_of
@@ -105,18 +105,19 @@ def on_gpu(gpus: int, available: bool) -> bool:
 
 def train(run: RunFolder, config: RunConfig, attempt: int, reporter: Any) -> dict[str, Any] | None:
     """Build the trainer of this rank and train; what `result.json` says, or None where it was told to leave before."""
-    import torch
-    from datasets.utils import logging as datasets_logging
-    from transformers.trainer_callback import PrinterCallback
-    from transformers.utils import logging as transformers_logging
+    with importing():
+        import torch
+        from datasets.utils import logging as datasets_logging
+        from transformers.trainer_callback import PrinterCallback
+        from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
-    datasets_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()
+        datasets_logging.disable_progress_bar()
 
-    from slipstream.config import AsyncGRPOConfig
-    from slipstream.data import held_out_data, training_data
-    from slipstream.learner.trainer import AsyncGRPOTrainer
-    from slipstream.rewards.resolve import resolve_reward
+        from slipstream.config import AsyncGRPOConfig
+        from slipstream.data import held_out_data, training_data
+        from slipstream.learner.trainer import AsyncGRPOTrainer
+        from slipstream.rewards.resolve import resolve_reward
 
     with constructing():
         rewards = [resolve_reward(name, config.reward.paths) for name in config.reward.functions]
@@ -162,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = RunFolder.open(Path(arguments.run_dir))
     config = read_config(run)
     rank = int(os.environ.get("RANK", "0"))
-    from slipstream.learner.reporter import Reporter
+    with importing():
+        from slipstream.learner.reporter import Reporter
 
     if config.trainer.report_to:
         run.trackers.mkdir(mode=0o700, exist_ok=True)
@@ -172,7 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     heartbeat.update(phase="loading", step=0, max_steps=config.trainer.max_steps)
     reporter = Reporter(None if rank else run, arguments.attempt, heartbeat)
     try:
-        from slipstream.learner.rank_check import check_ranks
+        with importing():
+            from slipstream.learner.rank_check import check_ranks
 
         reporter.phase("checking the ranks")
         check_ranks(config.learner.gpus)

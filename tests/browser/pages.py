@@ -235,6 +235,7 @@ class ArtifactPage:
     def text(self) -> str:
         """Of a markdown artifact."""
         expect(self.panel.locator("p, li, table, h1, h2, h3").first).to_be_visible()  # drawn a little later
+        expect(self.panel).not_to_have_text(re.compile(r"^\s*(Show Raw Data)?\s*$"))
         return self.panel.inner_text()
 
     def table(self) -> list[dict[str, str]]:

@@ -56,6 +56,7 @@ def test_a_run_with_postgresql(sockets: Path, tmp_path: Path) -> None:
     subprocess.run([program("createdb"), "-h", str(sockets), "-U", "alice", "slipstream_alice"], check=True)
     front = Front(
         tmp_path / "front",
+        fresh=True,
         PREFECT_API_DATABASE_CONNECTION_URL=f"postgresql+asyncpg://alice@/slipstream_alice?host={sockets}",
         PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD="2592000",
     )

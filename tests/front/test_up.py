@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    found = Front(tmp_path_factory.mktemp("up"))
+    found = Front(tmp_path_factory.mktemp("up"), fresh=True)
     found.launch("--port", "0")
     try:
         yield found
@@ -69,7 +69,7 @@ def held_run(door: Front, name: str) -> tuple[str, RunFolder, int]:
 
     run = wait_until(new, "the flow makes its run")
     wait_until((run.path / "events-test" / f"reached-{name}.json").exists, "the run trains")
-    (process,) = flow_processes(door.home)
+    (process,) = flow_processes(door.home, flow_run)
     return flow_run, run, process
 
 

@@ -14,6 +14,7 @@ from cluster.local_jobs import cancel_jobs, job_processes
 from slipstream.process import last_lines
 from slipstream.run_folder import RunFolder, read_json
 from tasks.stored import all_jobs
+from tests.prefect_database import seed
 from tests.prefect_server import PASSWORD, PATIENCE_S, ROOT, STANDINS, PrefectServer, ask, environment
 
 pytestmark = pytest.mark.integration
@@ -76,7 +77,7 @@ def called_as_a_function(tmp_path: Path, **settings: str) -> subprocess.Popen[by
         "from flows.train import train\n"
         f"train(load_config('examples/demo.toml', ['storage.root={tmp_path}']), 'r')\n"
     )
-    settings = {"PREFECT_HOME": str(tmp_path / "home"), **settings}
+    settings = {"PREFECT_HOME": str(seed(tmp_path / "home")), **settings}
     with open(tmp_path / "log", "wb") as out:
         return subprocess.Popen(
             [sys.executable, str(script)], cwd=ROOT, env=environment(**settings), stdout=out, stderr=subprocess.STDOUT
