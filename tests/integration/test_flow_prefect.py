@@ -130,39 +130,44 @@ def wait_phase(flow: subprocess.Popen[bytes], run: RunFolder, phase: str) -> Non
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_the_run_goes_on_without_the_prefect_server(tmp_path: Path, comes_back: bool) -> None:
-    """How it ended is on storage before Prefect is told."""
-    (tmp_path / "prefect").mkdir()
+def test_runs_go_on_without_the_prefect_server(tmp_path: Path) -> None:
+    """How each ended is on storage before Prefect is told: one while the server is away, one after it has come back."""
     server = PrefectServer(tmp_path / "prefect").start()
-    flow = called_as_a_function(
-        tmp_path,
-        PREFECT_API_URL=server.url,
-        PREFECT_API_AUTH_STRING=PASSWORD,
-        PREFECT_CLIENT_MAX_RETRIES="3",
-        STANDIN="learner:wait",
-    )
-    run = RunFolder(tmp_path / "r")
+    runs = {name: RunFolder(tmp_path / name / "r") for name in ("away", "back")}
+    flows: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        wait_phase(flow, run, "training")
+        for name in runs:
+            (tmp_path / name).mkdir()
+            flows[name] = called_as_a_function(
+                tmp_path / name,
+                PREFECT_API_URL=server.url,
+                PREFECT_API_AUTH_STRING=PASSWORD,
+                PREFECT_CLIENT_MAX_RETRIES="3",
+                STANDIN="learner:wait",
+            )
+        for name, run in runs.items():
+            wait_phase(flows[name], run, "training")
         server.kill()
-        if comes_back:
-            server.start()
-        (run.path / "go").touch()
-        code = flow.wait(PATIENCE_S)
-        assert (read_json(run.path / "outcome.json") or {})["kind"] == "finish"
-        assert run.attempts() == [1]
-        assert processes(run) == []
-        if comes_back:
-            assert code == 0, last_lines(tmp_path / "log")
-            (flow_run,) = ask(server.url, "flow_runs/filter", {})
-            assert flow_run["state_type"] == "COMPLETED"
+        codes = {}
+        for name, run in runs.items():
+            if name == "back":
+                server.start()
+            (run.path / "go").touch()
+            codes[name] = flows[name].wait(PATIENCE_S)
+            assert (read_json(run.path / "outcome.json") or {})["kind"] == "finish"
+            assert run.attempts() == [1]
+            assert processes(run) == []
+        assert codes["back"] == 0, last_lines(tmp_path / "back" / "log")
+        found = ask(server.url, "flow_runs/filter", {})
+        states = {Path(one["parameters"]["config"]["storage"]["root"]).name: one["state_type"] for one in found}
+        assert states["back"] == "COMPLETED"
     finally:
         server.kill()
-        if flow.poll() is None:
-            flow.kill()
-            flow.wait()
-        cancel_jobs(all_jobs(run), grace_s=0.1)
+        for name, flow in flows.items():
+            if flow.poll() is None:
+                flow.kill()
+                flow.wait()
+            cancel_jobs(all_jobs(runs[name]), grace_s=0.1)
 
 
 def test_a_killed_flow_is_taken_over(api: str, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
-"""A rollout process that is killed or stopped under a whole learner: training goes on, and the ledger is clean."""
+"""A rollout process that is killed under a whole learner: training goes on, and the ledger is clean.
 
-import signal
+One that hangs ends the same way once it is seen, which `test_field_cases.py` has with this learner, and
+`test_doubles.py` with a double's.
+"""
+
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +20,15 @@ pytestmark = pytest.mark.integration
 PROMPTS = 48
 
 
-@pytest.mark.parametrize(("sent", "bound_s"), [(signal.SIGKILL, 300.0), (signal.SIGSTOP, 30.0)])
-def test_training_goes_on_and_every_prompt_is_settled_once(
-    vllm_server: VllmServer, tmp_path: Path, sent: signal.Signals, bound_s: float
-) -> None:
+def test_training_goes_on_and_every_prompt_is_settled_once(vllm_server: VllmServer, tmp_path: Path) -> None:
     data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
-    settings = {"num_train_epochs": 2, "learning_rate": 1e-5, "rollout_worker_timeout": bound_s, "save_steps": 4}
+    settings = {"num_train_epochs": 2, "learning_rate": 1e-5, "save_steps": 4}
     run = learner_run(tmp_path / "runs", "respawn", vllm_server, data, **settings)
     with learner(run, 1) as leader:
         reach(run, leader, 2)
         ranks = {process.pid for process in ranks_of(leader)}
         lost = rollout_process(leader)
-        lost.send_signal(sent)
+        lost.kill()
 
         def replaced() -> bool:
             assert leader.poll() is None, run.log_file("learner", 1).read_text()[-4000:]
@@ -41,7 +41,7 @@ def test_training_goes_on_and_every_prompt_is_settled_once(
         finish(run, leader, 1)
     (event,) = read_events(run)
     assert event["count"] == 1
-    assert ("SIGKILL" if sent == signal.SIGKILL else "has not beaten for") in event["reason"]
+    assert "SIGKILL" in event["reason"]
     assert check_lines(run.merged_records("ledger.jsonl"), PROMPTS, 2) == []
     steps = [line["step"] for line in run.merged_records("metrics.jsonl") if "loss" in line]
     assert steps == list(range(1, steps[-1] + 1))

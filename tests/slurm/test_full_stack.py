@@ -102,6 +102,7 @@ def test_the_server_a_rank_and_the_flow_are_killed_in_turn(new_run: Callable[...
     assert len(run.faults()) == 2
 
 
+@pytest.mark.full
 def test_the_learners_node_loses_power_is_preempted_and_its_time_runs_out(
     bed: Bed, new_run: Callable[..., FullRun]
 ) -> None:
