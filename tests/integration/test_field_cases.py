@@ -108,7 +108,8 @@ def test_a_long_prompt_that_hangs_holds_up_nothing_before_and_after_a_resume_and
     data = write_long_second_prompt(tmp_path / "train.jsonl")
     # far ahead of training, so that much is generated and queued when the learner is killed
     settings = {"num_train_epochs": 1, "max_staleness": 100, "learning_rate": 1e-5, "token_budget": 192}
-    run = learner_run(tmp_path / "runs", "straggler", server, data, sections={"data": {"shuffle": False}}, **settings)
+    sections: dict[str, dict[str, object]] = {"data": {"shuffle": False}, "learner": {"processes_per_node": 1}}
+    run = learner_run(tmp_path / "runs", "straggler", server, data, sections=sections, **settings)
     with learner(run, 1) as leader:
         wait_for(lambda: step_of(run) >= 3, "the third step beside the straggler", 240)
         ranks_of(leader)[0].send_signal(signal.SIGKILL)
@@ -138,7 +139,7 @@ def test_a_long_prompt_that_hangs_holds_up_nothing_before_and_after_a_resume_and
 
 def test_rollouts_of_a_run_with_an_adapter_come_from_the_adapted_model(vllm_server: VllmServer, tmp_path: Path) -> None:
     data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
-    adapter = {"use_lora": True, "lora_rank": 4, "lora_alpha": 8}
+    adapter = {"use_lora": True, "lora_rank": 4, "lora_alpha": 8, "processes_per_node": 1}
     run = learner_run(
         tmp_path / "runs",
         "adapter",

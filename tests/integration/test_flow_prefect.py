@@ -38,7 +38,7 @@ def test_a_running_server_sees_the_run(
     api: str, tmp_path: Path, faults: str, code: int, state: str, words: str
 ) -> None:
     command = [sys.executable, str(STANDINS / "standin_cli.py"), "train", "examples/demo.toml"]
-    command += ["--set", f"storage.root={tmp_path}", "--set", f"name=r{code}"]
+    command += ["--set", f"storage.root={tmp_path}", "--set", f"name=r{code}", "--set", "recovery.backoff=0"]
     settings = {
         "PREFECT_HOME": str(tmp_path / "home"),
         "PREFECT_API_URL": api,

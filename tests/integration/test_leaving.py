@@ -204,7 +204,8 @@ def test_both_ranks_leave_at_the_same_step_and_a_resumed_attempt_reaches_the_end
 def test_it_leaves_while_it_waits_for_rollouts_that_do_not_come(held: tuple[VllmServer, Gate], tmp_path: Path) -> None:
     server, gate = held
     data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
-    run = learner_run(tmp_path / "runs", "waiting", server, data, num_train_epochs=1, save_steps=100)
+    one = {"learner": {"processes_per_node": 1}}
+    run = learner_run(tmp_path / "runs", "waiting", server, data, sections=one, num_train_epochs=1, save_steps=100)
     with learner(run, 1) as leader:
         reach(run, leader, 1)
         seen: list[dict[str, Any]] = []
