@@ -20,7 +20,7 @@ from tests.prefect_server import PASSWORD, ROOT, PrefectServer, environment, pas
 from tests.waiting import wait_until
 
 INSTANCE = "reconciled"
-PATIENCE_S = 240.0
+PATIENCE_S = 480.0
 BUSY = 503  # SQLite is locked: Prefect's own clients ask again too
 CLI = [sys.executable, "-c", "from flows.cli.main import main; main()"]
 
