@@ -124,7 +124,7 @@ def _cpu_arguments(config: RunConfig) -> list[str]:
 
 
 def _many_engines(config: RunConfig) -> bool:
-    """On CPU one engine lives in the API server's process; several cannot."""
+    """Several engines on CPU need their model in a process of its own each; one keeps it in the engine's."""
     return config.server.data_parallel_size > 1
 
 
