@@ -1,6 +1,7 @@
 """Sweeps on a real Prefect server: a parent in a pool of its own, a cell a flow run, what a person sees and may do."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -116,10 +117,15 @@ def test_two_by_two_cells_are_flow_runs_of_their_own_and_the_page_has_their_numb
     assert f"prefect.flow-run.{flow_run}" in {related["prefect.resource.id"] for related in found["related"]}
 
 
-def test_a_killed_parent_is_started_again_and_no_cell_is_run_twice(front: Front) -> None:
-    """Nor is one whose flow dies before it has a folder: it is the same flow run that is started again."""
+def test_a_killed_parent_is_started_again_and_no_cell_is_run_twice(front: Front, tmp_path: Path) -> None:
+    """Nor is one whose flow dies before it has a folder: it is the same flow run that is started again.
+
+    By then the sweep's base may be gone.
+    """
     hold(front.root, 3)
-    flow_run, sweep = begin(front, name="killed")
+    base = Path(shutil.copy(front.preset, tmp_path / "base.toml"))
+    flow_run, sweep = begin(front, name="killed", base=str(base))
+    base.unlink()
     front.die_in_prepare("quick")  # the parent has looked at its cells by now
     wait_until(lambda: is_held(sweep.run("c00")), "the first cell trains", CELLS_S)
     pid = flow_process(front, flow_run)

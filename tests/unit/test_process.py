@@ -1,5 +1,6 @@
 """Children that cannot outlive their parent; heartbeats; exit records."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 import slipstream.process as process
-from slipstream.process import Heartbeat, how_ended, last_lines, spawn, stop, write_exit
+from slipstream.process import Heartbeat, how_ended, importing, last_lines, spawn, stop, write_exit
 from slipstream.run_folder import RunFolder, read_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -207,3 +208,30 @@ def test_an_exit_record_holds_the_last_lines_of_a_failure(tmp_path, code, kept):
 )
 def test_how_a_child_ended(code, words):
     assert how_ended(code) == words
+
+
+def test_nothing_is_collected_while_modules_are_imported() -> None:
+    assert gc.isenabled()
+    try:
+        with importing():
+            assert not gc.isenabled()
+            kept = [object() for _ in range(10)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+        assert not [one for one in gc.get_objects() if one is kept], "what was made meanwhile is never looked at again"
+    finally:
+        gc.unfreeze()
+
+
+def test_a_failed_import_leaves_the_collector_as_it_was() -> None:
+    try:
+        with pytest.raises(ImportError), importing():
+            raise ImportError
+        assert gc.isenabled()
+        gc.disable()
+        with importing():
+            pass
+        assert not gc.isenabled(), "whoever switched it off had a reason"
+    finally:
+        gc.enable()
+        gc.unfreeze()
