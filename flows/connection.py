@@ -13,12 +13,11 @@ from urllib.parse import urlsplit
 import httpx
 
 from flows.prefect_api import QUIET, PrefectUnavailable, check_reachable, configured_api, split_password
-from flows.prefect_rest import PrefectAway, PrefectRest
+from flows.prefect_rest import FORBIDDEN, PrefectAway, PrefectRest
 from flows.up.state import Up, auth_file, auth_string, prefect_home, running
 
 PROBE_TIMEOUT_S = 30.0
 UNAUTHORIZED = 401
-FORBIDDEN = 403  # of a server that wants a CSRF token, which prefect's own client gets; that is no password
 OTHERWISE = "then that of `slipstream up` is used"
 
 
@@ -98,8 +97,6 @@ def _local(up: Up) -> Connection:
 def _checked(found: Connection) -> Connection:
     """Raises PrefectRefused where what answers lets us not in, or is no Prefect. Ways in that only prefect's own client
     knows are left to it."""
-    if os.environ.get("PREFECT_CLIENT_CUSTOM_HEADERS"):
-        return found
     where = f"{found.url} ({found.source})"
     with contextlib.closing(PrefectRest.here(found.url, PROBE_TIMEOUT_S)) as rest:
         try:

@@ -9,6 +9,7 @@ Import this module, and enter `prefect_api`, before anything imports prefect: it
 
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import socket
@@ -55,6 +56,19 @@ def configured_api(environment: dict[str, str] | None = None) -> str | None:
 def configured_credentials() -> tuple[str, str]:
     """Basic-auth string and API key that the user has set up; "" where there is none."""
     return _configured("PREFECT_API_AUTH_STRING", "auth_string"), _configured("PREFECT_API_KEY", "key")
+
+
+def configured_headers() -> dict[str, str]:
+    """Headers that the user has set up for all calls to Prefect, as a proxy before the server may want them.
+
+    What is no JSON object of ASCII texts is left to prefect's own client, which refuses it.
+    """
+    try:
+        value = json.loads(_configured("PREFECT_CLIENT_CUSTOM_HEADERS", "") or "{}")
+    except ValueError:
+        return {}
+    texts = [*value, *value.values()] if isinstance(value, dict) else [None]
+    return dict(value) if all(isinstance(text, str) and text.isascii() for text in texts) else {}
 
 
 def _configured(name: str, key: str, environment: dict[str, str] | None = None) -> str:

@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,12 +11,14 @@ from typing import Any
 
 import httpx
 
-from flows.prefect_api import configured_credentials, split_password
+from flows.prefect_api import configured_credentials, configured_headers, split_password
 
 TIMEOUT_S = 20.0
 PAGE = 200
+FORBIDDEN = 403
 BUSY = 503  # its database was locked: nothing was done, and the call may be made again
 PAUSES_S = (0.2, 0.5, 1.5)  # before it is
+TOKEN, CLIENT = "Prefect-Csrf-Token", "Prefect-Csrf-Client"
 CANCELS = ("CANCELLING", "CANCELLED")
 WORKS = ("RUNNING", "PENDING")
 STARTED = (*WORKS, "CRASHED")
@@ -58,15 +61,19 @@ class PrefectRest:
     Args:
         url: of the API, with its "/api".
         auth: basic-auth string "user:password"; "": none. key: API key; "": none.
+
+    The headers that the user has set up for Prefect's own client are sent too.
     """
 
     def __init__(self, url: str, auth: str = "", key: str = "", timeout_s: float = TIMEOUT_S) -> None:
         url, given = split_password(url)  # the address is told in messages
         auth = auth or given
         self.url = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = httpx.Headers(configured_headers())
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         if auth:
-            headers = {"Authorization": f"Basic {base64.b64encode(auth.encode()).decode()}"}
+            headers["Authorization"] = f"Basic {base64.b64encode(auth.encode()).decode()}"
         try:
             proxied = httpx.URL(url).host not in ("127.0.0.1", "localhost", "::1")
         except httpx.InvalidURL:  # which the first call tells
@@ -87,6 +94,9 @@ class PrefectRest:
         try:
             for pause_s in (*PAUSES_S, None):
                 answer = self._client.request(method, f"{self.url}/{route}", json=body)
+                if answer.status_code == FORBIDDEN and "CSRF" in answer.text:
+                    self._take_token()
+                    answer = self._client.request(method, f"{self.url}/{route}", json=body)
                 if answer.status_code != BUSY or pause_s is None:
                     break
                 time.sleep(pause_s)
@@ -100,6 +110,14 @@ class PrefectRest:
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             why = str(error) or type(error).__name__
             raise PrefectAway(f"the Prefect server at {self.url} does not answer ({why})") from None
+
+    def _take_token(self) -> None:
+        """Some servers want, with every change, a token that they give to whoever is let in, for some time."""
+        client = self._client.headers.setdefault(CLIENT, str(uuid.uuid4()))
+        answer = self._client.get(f"{self.url}/csrf-token", params={"client": client})
+        if answer.is_success:
+            with self._understood():
+                self._client.headers[TOKEN] = answer.json()["token"]
 
     @contextlib.contextmanager
     def _understood(self) -> Iterator[None]:

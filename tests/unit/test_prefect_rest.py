@@ -1,5 +1,7 @@
 """Calls to a Prefect server that is busy, by a server that answers what a test says."""
 
+import base64
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,3 +65,25 @@ def test_what_is_no_prefect_is_away(body: bytes) -> None:
             rest.flow_runs(["a"])
         with pytest.raises(PrefectAway, match=rest.url):
             rest.starting("slipstream:a", ["train"])
+
+
+def test_the_user_s_headers_are_sent_and_never_instead_of_the_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"X-Proxy-Token": "let-me-through", "authorization": "of somebody else"}
+    monkeypatch.setenv("PREFECT_CLIENT_CUSTOM_HEADERS", json.dumps(given))
+    sent = PrefectRest("http://127.0.0.1:1/api", "me:secret")._client.headers
+    assert sent["X-Proxy-Token"] == "let-me-through"
+    assert sent.get_list("Authorization") == ["Basic " + base64.b64encode(b"me:secret").decode()]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"a"', "7", '{"a": 1}', '{"a": "\u00e4"}', "null"])
+def test_headers_that_are_none_are_left_to_prefect(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("PREFECT_CLIENT_CUSTOM_HEADERS", text)
+    with answering(200) as (rest, _):
+        assert rest.flow_runs(["a"]) == {}
+
+
+def test_a_refusal_that_speaks_of_csrf_is_one_where_there_is_no_token() -> None:
+    """As other programs' pages do."""
+    with answering(403, body=b"CSRF verification failed") as (rest, asked), pytest.raises(PrefectAway, match="403"):
+        rest.flow_runs(["a"])
+    assert len(asked) == 2
