@@ -41,7 +41,8 @@ def show_refusal(error: Exception) -> None:
     away, nothing happens."""
     with contextlib.suppress(Exception):
         if identity := flow_run.get_id():
-            logging.getLogger("prefect.flow_runs").error("refused: %s", error, extra={"flow_run_id": str(identity)})
+            whose = {"flow_run_id": str(identity), "flow_run_name": flow_run.get_name()}
+            logging.getLogger("prefect.flow_runs").error("refused: %s", error, extra=whose)
             artifact = ArtifactCreate(
                 key=KEY,
                 type="markdown",

@@ -62,6 +62,7 @@ def drive(
     poll_s: float = POLL_S,
     by_person: bool = True,
     leave: Callable[[BaseException], bool] = lambda _: False,
+    spec: SweepConfig | None = None,
 ) -> Look:
     """Drive the sweep until nothing is left to do; how it stands then. Its report is written whenever a cell has ended.
 
@@ -70,12 +71,15 @@ def drive(
         tell: called at each look.
         by_person: a person asked for it, so that earlier requests to stop, and an earlier end, are history.
         leave: whether an interruption leaves the cells alone, as StepDown does.
+        spec: takes the place of the folder's, for other limits over the same cells; nothing is written where another drives.
 
     Whatever interrupts it (KeyboardInterrupt) stops the cells, which the next call continues; after StepDown they go on.
     Raises NothingToResume where another process drives it, SweepStopped, ConfigError, DamagedFile.
     """
     claim(sweep.as_run, RecoverySection().lease)
     try:
+        if spec is not None:
+            sweep.write_spec(spec)
         return _Driver(sweep, cells, tell, poll_s, leave).drive(retry_failed, by_person)
     finally:
         release(sweep.as_run)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flows.cli.plain import fail_plainly
+from flows.cli.plain import fail_plainly, not_empty
 
 if TYPE_CHECKING:
     from tasks.clean_policy import Found, Row
@@ -32,7 +32,7 @@ class Duration(click.ParamType):
 @click.option(
     "--checkpoints-only", is_flag=True, help="Keep the runs; remove their checkpoints but the newest complete."
 )
-@click.option("--root", metavar="FOLDER", help="Storage root that is cleaned.")
+@click.option("--root", metavar="FOLDER", callback=not_empty, help="Storage root that is cleaned.")
 @click.option("--yes", is_flag=True, help="Do it; without this only the plan is shown.")
 @fail_plainly
 def clean(older_than_s: float, keep_best: bool, checkpoints_only: bool, root: str | None, yes: bool) -> int:

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 NOBODY_READS = 141  # as a process that SIGPIPE has ended
 HOME = Path(__file__).resolve().parents[2]
 SET = click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
-ROOT = click.option("--root", metavar="FOLDER", help="Storage root that RUN is looked up in.")
+
+
+def not_empty(context: click.Context, option: click.Parameter, value: Any) -> Any:
+    """Refuse an empty text, as of a shell's variable that is not set: it is not meant to be the default."""
+    if value == "" or (isinstance(value, tuple) and "" in value):
+        raise click.BadParameter("'' names no folder: name one, or leave the option out")
+    return value
+
+
+ROOT = click.option("--root", metavar="FOLDER", callback=not_empty, help="Storage root that RUN is looked up in.")
 
 
 def fail_plainly(command: Callable[..., int]) -> Callable[..., None]:
@@ -115,6 +124,12 @@ def find_run(name: str, root: str | None) -> "RunFolder":
     for path in (Path(name).expanduser(), storage / name):
         if (path / RUN_FILE).is_file():
             return RunFolder.open(path)
+    if (sweep := find_sweep(name, root)) is not None:
+        raise RunFolderError(
+            f"{sweep.path} is a sweep, not a run: `slipstream report`, `stop` or `sweep` and this folder; its cells are runs "
+            f"of their own beside it ({sweep.sweep_id}-c00 is the first), and what drives it in the background writes into "
+            f"{sweep.as_run.logs / 'supervise.log'}"
+        )
     known = sorted(path.parent.name for path in storage.glob(f"*/{RUN_FILE}"))
     raise RunFolderError(
         f"there is no run {name!r}: neither a run folder at that path nor a run of that id in {storage.absolute()}"

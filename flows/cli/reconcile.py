@@ -2,11 +2,18 @@
 
 import click
 
-from flows.cli.plain import fail_plainly
+from flows.cli.plain import fail_plainly, not_empty
 
 
 @click.command()
-@click.option("--root", "roots", multiple=True, metavar="FOLDER", help="Storage root; all that were used without.")
+@click.option(
+    "--root",
+    "roots",
+    multiple=True,
+    metavar="FOLDER",
+    callback=not_empty,
+    help="Storage root; all that were used without.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be done; do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @fail_plainly

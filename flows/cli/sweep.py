@@ -1,5 +1,6 @@
 """`slipstream sweep`: many runs of one configuration with other values."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,8 +9,9 @@ import click
 from flows.cli.plain import HOME, SET, fail_plainly
 
 if TYPE_CHECKING:
+    from slipstream.sweep.expand import CellSpec
+    from slipstream.sweep.spec import SweepConfig
     from tasks.sweep_folder import SweepFolder
-    from tasks.sweep_prepare import Resolved
 
 
 @click.command()
@@ -53,6 +55,12 @@ def sweep(
             message = "a sweep that exists goes on where it was begun: leave --prefect out, or retry its flow run there"
             raise ConfigError([Problem("", None, message)], str(file))
         folder = SweepFolder.open(file)
+        spec = folder.spec()
+        if at_once is not None:
+            spec = spec.model_copy(update={"cells_at_once": at_once})
+        if dry_run:
+            click.echo(described(spec, folder.cells(), folder.path), nl=False)
+            return 0
         if unattended:  # what was asked of the sweep meanwhile stands
             return run_here(folder, retry_failed, by_person=False)
         if folder.flow_run:
@@ -60,15 +68,13 @@ def sweep(
                 f"flow run {folder.flow_run} drives it, and cells are flow runs: retry that in Prefect's interface"
             )
             raise ConfigError([Problem("", None, message)], str(file))
-        if at_once is not None:
-            folder.write_spec(folder.spec().model_copy(update={"cells_at_once": at_once}))
-        return run_here(folder, retry_failed)
+        return run_here(folder, retry_failed, spec=None if at_once is None else spec)
     spec = load_sweep(file)
     if at_once is not None:
         spec = spec.model_copy(update={"cells_at_once": at_once})
     resolved = resolve(spec, file.parent, presets_in(HOME / "examples"), overrides)
     if dry_run:
-        click.echo(described(resolved), nl=False)
+        click.echo(described(resolved.sweep, resolved.cells, resolved.root), nl=False)
         return 0
     for warning in check_all(resolved):
         click.echo(f"warning: {warning}", err=True)
@@ -82,30 +88,30 @@ def sweep(
         raise ConfigError([Problem("", None, message)], str(file))
     if earlier is not None:
         click.echo(f"going on with {earlier.path} (--new begins another one)")
-        earlier.write_spec(resolved.sweep)
-        return run_here(earlier, retry_failed)
+        return run_here(earlier, retry_failed, spec=resolved.sweep)
     from slipstream.run_folder import new_run_id
 
     return run_here(create(resolved, new_run_id(spec.name)), retry_failed)
 
 
-def described(resolved: "Resolved") -> str:
-    """The cells, and what they set, as a table."""
+def described(sweep: "SweepConfig", cells: "Sequence[CellSpec]", where: Path) -> str:
+    """The cells, and what they set, as a table. `where`: the folder that their runs lie in."""
     from slipstream.sweep.expand import shown
 
-    keys = resolved.sweep.keys
-    rows = [["cell", *keys]]
-    rows += [[cell.id, *(shown(cell.values.get(key, "")) for key in keys)] for cell in resolved.cells]
+    rows = [["cell", *sweep.keys]]
+    rows += [[cell.id, *(shown(cell.values.get(key, "")) for key in sweep.keys)] for cell in cells]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [f"{len(resolved.cells)} cells, {resolved.sweep.cells_at_once} at once, in {resolved.root}"]
+    lines += [f"{len(cells)} cells, {sweep.cells_at_once} at once, in {where}"]
     return "\n".join(lines) + "\n"
 
 
-def run_here(folder: "SweepFolder", retry_failed: bool, by_person: bool = True) -> int:
-    """Drive the sweep from this process, with a command of its own for each cell."""
+def run_here(
+    folder: "SweepFolder", retry_failed: bool, by_person: bool = True, spec: "SweepConfig | None" = None
+) -> int:
+    """Drive the sweep from this process, with a command of its own for each cell. `spec`: other limits than the folder's."""
     from flows.cli.own import own_command
     from flows.cli.sweep_progress import drive_shown
     from tasks.sweep_cells import LocalCells
 
-    return drive_shown(folder, LocalCells(folder, own_command()), retry_failed, by_person)
+    return drive_shown(folder, LocalCells(folder, own_command()), retry_failed, by_person, spec)

@@ -23,13 +23,15 @@ from tasks.sweep_folder import SweepFolder
 STYLES = {"finished": "green", "failed": "red", "running": "cyan", "starting": "cyan"}
 
 
-def drive_shown(sweep: SweepFolder, cells: Cells, retry_failed: bool, by_person: bool = True) -> int:
+def drive_shown(
+    sweep: SweepFolder, cells: Cells, retry_failed: bool, by_person: bool = True, spec: SweepConfig | None = None
+) -> int:
     """Drive the sweep and show it; 0 where every cell has finished or was stopped early, 130 after Ctrl-C, else 1."""
-    spec = sweep.spec()
+    shown = spec or sweep.spec()
     say(f"sweep folder: {sweep.path}")
     try:
-        with stopping("the cells"), _showing(spec) as tell:
-            look = drive(sweep, cells, retry_failed, tell, by_person=by_person)
+        with stopping("the cells"), _showing(shown) as tell:
+            look = drive(sweep, cells, retry_failed, tell, by_person=by_person, spec=spec)
     except (KeyboardInterrupt, SweepStopped) as error:
         reason = f": {error}" if isinstance(error, SweepStopped) else ""
         say(f"stopped{reason}; go on with: slipstream sweep {sweep.path}", err=True)

@@ -50,6 +50,7 @@ def test_ctrl_c_and_the_same_command_again(folder: Path) -> None:
         sweep = SweepFolder(sweep_file.parent)
         for cell in ("c00", "c01"):
             wait_until(partial(is_held, sweep.run(cell)), f"{cell} trains", 300)
+        _another_command_changes_nothing(command[:4], sweep, environment)
         first.send_signal(signal.SIGINT)
         assert first.wait(180) == 130, log.read_text()
     finally:
@@ -75,3 +76,28 @@ def test_ctrl_c_and_the_same_command_again(folder: Path) -> None:
         [*command[:3], "report", str(sweep.path)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )  # fmt: skip
     assert again.stdout == f"{sweep.report_file}\n"
+
+
+def _another_command_changes_nothing(sweep_command: list[str], sweep: SweepFolder, environment: dict[str, str]) -> None:
+    """While it is driven: one with other limits is refused, and one that only asks starts nothing."""
+
+    def said(*words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [*sweep_command, str(sweep.path), *words],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    before = sweep.sweep_file.read_text()
+    code, text = said("--at-once", "7")
+    assert code != 0
+    assert "is running (pid" in text
+    assert sweep.sweep_file.read_text() == before
+    code, text = said("--dry-run")
+    assert (code, sweep.sweep_file.read_text()) == (0, before)
+    assert "c01   1" in text
+    assert f"2 cells, 2 at once, in {sweep.path}" in text

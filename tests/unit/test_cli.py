@@ -207,3 +207,21 @@ def test_a_sweep_s_dry_run_lists_the_cells_and_writes_nothing(cli: CliRunner, tm
     assert lines[9].split() == ["c08", "8", "480"]
     assert lines[10] == f"9 cells, 2 at once, in {tmp_path}"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("argv", [["clean", "--older-than", "0h"], ["reconcile"], ["status", "r"], ["stop", "r"]])
+def test_an_empty_root_is_not_the_default(cli: CliRunner, argv: list[str]) -> None:
+    """As `--root "$UNSET"` is."""
+    done = cli.invoke(main, [*argv, "--root", ""])
+    assert done.exit_code == 2
+    assert "'' names no folder" in done.output
+
+
+def test_a_sweep_is_not_said_to_be_missing(cli: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "s-1").mkdir()
+    (tmp_path / "s-1" / "sweep.toml").touch()
+    for command in ("status", "watch", "audit", "resume", "supervise"):
+        done = cli.invoke(main, [command, "s-1", "--root", str(tmp_path)])
+        assert done.exit_code == 2
+        assert "is a sweep, not a run" in done.output
+        assert "s-1-c00" in done.output
