@@ -24,6 +24,7 @@ from flows.prefect_rest import WORKS, FlowRun, PrefectAway, PrefectRest
 from flows.up.state import UpError, auth_string, running
 from slipstream.instance import home, instance_id, known_roots, unusable
 from slipstream.run_folder import DamagedFile, RunFolder, read_object
+from tasks.origin import original_of
 from tasks.reconcile import Look, Memory, do, is_ours, look, note_lead, runs_in
 from tasks.reconcile_policy import TRUTH, Act, FlowState, Plan, nothing, reconcile, without_folder
 from tasks.stored import started_in
@@ -140,6 +141,8 @@ class Pass:
             try:
                 if (flow_run := self._memory.done(run)) is not None:
                     settled[flow_run] = run
+                elif is_ours(run) and (original := original_of(run)) is not None:
+                    rows.append(Row(run.run_id, Act.NOTHING, f"it is a copy of {original}", str(run.path)))
                 elif is_ours(run):
                     open_runs[run.path] = str(read_object(run.path / "origin.json").get("flow_run") or "")
             except (OSError, DamagedFile) as error:

@@ -1,14 +1,15 @@
 """Where a run comes from: `origin.json`, written before anything else of it."""
 
+import contextlib
 import getpass
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from slipstream.instance import instance_id
-from slipstream.run_folder import RunFolder, read_object, write_json
+from slipstream.run_folder import DamagedFile, RunFolder, RunFolderError, read_object, write_json
 
 SWEEP_ENV = "SLIPSTREAM_SWEEP"  # of a command that leads a cell: the sweep's id
 
@@ -24,6 +25,7 @@ class Origin:
         flow_run: id of the Prefect flow run that leads it; "" where it has none that a worker could start again.
         deployment: id of that flow run's deployment, or "".
         sweep: id of the sweep that it is a cell of, or "".
+        path: of its folder, which may have been moved or copied since.
     """
 
     cwd: str = "."
@@ -34,6 +36,7 @@ class Origin:
     flow_run: str = ""
     deployment: str = ""
     sweep: str = ""
+    path: str = ""
 
 
 def origin_here(flow_run: str = "", deployment: str = "", sweep: str = "") -> Origin:
@@ -64,7 +67,7 @@ def origin_file(run: RunFolder) -> Path:
 
 def write_origin(run: RunFolder, origin: Origin) -> None:
     """Raises OSError."""
-    write_json(origin_file(run), asdict(origin))
+    write_json(origin_file(run), asdict(replace(origin, path=str(run.path.absolute()))))
 
 
 def read_origin(run: RunFolder) -> Origin:
@@ -72,3 +75,27 @@ def read_origin(run: RunFolder) -> Origin:
     value = read_object(origin_file(run), "time")
     texts = {f.name: value[f.name] for f in fields(Origin) if f.name != "time" and isinstance(value.get(f.name), str)}
     return Origin(**texts, time=float(value.get("time") or 0.0))
+
+
+def original_of(run: RunFolder) -> Path | None:
+    """The folder that this one is a copy of; None where it is none, or was moved. Raises DamagedFile.
+
+    A copy names the jobs and the flow run of the other: whoever stops it would stop those.
+    """
+    mine = read_origin(run)
+    there = Path(mine.path)
+    with contextlib.suppress(OSError, DamagedFile):
+        if mine.path and not there.samefile(run.path) and read_origin(RunFolder(there)) == mine:
+            return there
+    return None
+
+
+def refuse_copy(run: RunFolder) -> None:
+    """Raises RunFolderError where the folder is a copy of another one, as far as can be told."""
+    original = None
+    with contextlib.suppress(DamagedFile):
+        original = original_of(run)
+    if original is not None:
+        raise RunFolderError(
+            f"{run.path} is a copy of {original}, and names its jobs and its flow run: use that one, or move it away first"
+        )

@@ -76,9 +76,11 @@ def _train(path: Path, overrides: tuple[str, ...], dry: bool, again: list[str], 
 def resume(run: str, root: str | None) -> int:
     """Continue RUN (a path, or an id in the storage root) from its newest complete checkpoint."""
     from tasks.lease import claim
+    from tasks.origin import refuse_copy
     from tasks.prepare import check_resumable
 
     folder = find_run(run, root)
+    refuse_copy(folder)
     claim(folder)  # held until this command ends; the flow claims and checks again
     check_resumable(folder)
     from flows.cli.session import run_resume
@@ -95,14 +97,17 @@ def stop(run: str, root: str | None, why: str) -> int:
     """Stop RUN: record the request, then stop its jobs. Of a sweep: stop all its cells."""
     import getpass
 
+    from tasks.origin import refuse_copy
     from tasks.stop import stop as stop_run
 
     if (sweep_folder := find_sweep(run, root)) is not None:
         from tasks.sweep_stop import stop_sweep
 
+        refuse_copy(sweep_folder.as_run)
         click.echo(stop_sweep(sweep_folder, getpass.getuser(), why))
         return 0
     folder = find_run(run, root)
+    refuse_copy(folder)
     stopped = stop_run(folder, getpass.getuser(), why)
     names = ", ".join(f"{job.role} (job {job.job_id})" for job in stopped)
     click.echo(f"stopped {names}" if stopped else f"{folder.run_id}: no job was running here")
@@ -122,8 +127,11 @@ def stop(run: str, root: str | None, why: str) -> int:
 def supervise(run: str, root: str | None) -> int:
     """Lead RUN without a flow: restart what dies; or look on until its leader falls silent, and take over."""
     from flows.cli.watch import supervise as supervise_run
+    from tasks.origin import refuse_copy
 
-    return supervise_run(find_run(run, root))
+    folder = find_run(run, root)
+    refuse_copy(folder)
+    return supervise_run(folder)
 
 
 @main.command()

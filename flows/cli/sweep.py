@@ -42,6 +42,7 @@ def sweep(
     """
     from slipstream.config_file import ConfigError, Problem
     from slipstream.sweep.spec import load_sweep
+    from tasks.origin import refuse_copy
     from tasks.sweep_folder import SWEEP_FILE, SweepFolder
     from tasks.sweep_prepare import check_all, create, presets_in, resolve, unfinished
 
@@ -61,6 +62,7 @@ def sweep(
         if dry_run:
             click.echo(described(spec, folder.cells(), folder.path), nl=False)
             return 0
+        refuse_copy(folder.as_run)
         if unattended:  # what was asked of the sweep meanwhile stands
             return run_here(folder, retry_failed, by_person=False)
         if folder.flow_run:

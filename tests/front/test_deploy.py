@@ -269,6 +269,9 @@ def test_what_only_the_flow_can_refuse_fails_at_once_and_says_why(front: Front) 
     before = len(front.runs())
     found = front.wait_state(front.submit(config=config))
     assert found["state_type"] == "FAILED"
+    log = front.log_of(found["id"]).read_text()
+    assert "refused: " in log
+    assert "Logging error" not in log
     message = found["state"]["message"]
     assert "the form: 2 problems" in message
     assert "trainer.max_completion_length = 9000: leaves no prompt room" in message

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterable, Sequence
@@ -10,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from cluster.decide import Kind
+from flows.cli.main import main
 from flows.prefect_rest import STARTED, FlowRun, PrefectAway
 from flows.reconciliation import Pass, Row, reconcile_all
 from slipstream.instance import remember_root
-from slipstream.run_folder import RunFolder, create_exclusively, read_object, write_json
+from slipstream.run_folder import RunFolder, create_exclusively, read_object, write_atomic, write_json
 from tasks.leads import Lead, asked_for, in_a_row, read_leads, record_lead, resumed_at
 from tasks.lease import LeaseWatch, begin_after, lead_if_free, newest_term, release
-from tasks.origin import Origin, begun_by, origin_here, write_origin
+from tasks.origin import Origin, begun_by, origin_here, original_of, write_origin
 from tasks.outcome import Outcome, read_outcome, write_outcome
 from tasks.reconcile import Memory, do, is_ours, look, runs_in
 from tasks.reconcile_policy import Act, Leader, Plan
@@ -63,6 +66,27 @@ def test_whose_a_run_is(run: RunFolder, tmp_path: Path) -> None:
     assert not is_ours(run)
     write_origin(run, Origin())  # of before there were instances
     assert not is_ours(run)
+
+
+def test_a_copy_is_left_alone_and_its_original_named(run: RunFolder, tmp_path: Path) -> None:
+    """It names the other's jobs and flow run. One that was moved is no copy, nor is one at the end of a link."""
+    write_atomic(run.run_file, "")
+    copy = RunFolder(tmp_path / "runs" / "backup")
+    shutil.copytree(run.path, copy.path)
+    (tmp_path / "link").symlink_to(run.path)
+    assert original_of(copy) == run.path
+    assert original_of(run) is None
+    assert original_of(RunFolder(tmp_path / "link")) is None
+    rows = {row.run: row for row in reconcile_all([tmp_path / "runs"], dry_run=True)}
+    assert (rows["backup"].act, rows["backup"].why) == (Act.NOTHING, f"it is a copy of {run.path}")
+    for command in ("stop", "resume", "supervise"):
+        done = CliRunner().invoke(main, [command, str(copy.path)])
+        assert done.exit_code == 2
+        assert f"is a copy of {run.path}" in done.output
+    assert not copy.cancel_file.exists()
+    run.path.rename(tmp_path / "moved")
+    assert original_of(copy) is None
+    assert original_of(RunFolder(tmp_path / "moved")) is None
 
 
 def test_a_run_of_another_user_is_not_ours(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
