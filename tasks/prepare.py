@@ -18,7 +18,7 @@ from slipstream.run_folder import RunFolder, new_run_id, read_object, write_atom
 from tasks.interrupt import uninterrupted
 from tasks.lease import claim, release
 from tasks.observe import heartbeat, newest_attempt
-from tasks.origin import Origin, begun_by, origin_here, write_origin
+from tasks.origin import Origin, begun_by, origin_here, refuse_copy, write_origin
 from tasks.outcome import NothingToResume
 from tasks.records import forgive, log_event
 from tasks.start import next_attempt
@@ -96,11 +96,13 @@ def resume_prepare(run_dir: str | Path) -> Prepared:
 
 
 def check_resumable(run: RunFolder) -> None:
-    """What can be refused before a resume begins. Raises ConfigError, and NothingToResume for a run that has finished.
+    """What can be refused before a resume begins. Raises ConfigError, RunFolderError for a copy of another run, and
+    NothingToResume for a run that has finished.
 
     The caller has claimed the run: of a finished one what still runs is stopped. One that finished while nobody led it
     can be resumed: that only tells its end.
     """
+    refuse_copy(run)  # before anything of its jobs is stopped
     if _finished(run) and not _end_is_untold(run):
         with uninterrupted():
             stopped = ", ".join(map(_job_text, backend_anyway(run).cancel(run, all_jobs(run))))

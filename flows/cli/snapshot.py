@@ -38,10 +38,10 @@ def take_snapshot(run: RunFolder) -> Snapshot:
     if not attempts:
         return Snapshot(run.run_id)
     attempt = attempts[-1]
+    windows = list(run.merged_records("metrics.jsonl"))  # before the beats, which say how many steps there will be
     server = counting_heartbeat(run, "server-0")
     learner = counting_heartbeat(run, "learner")
     supervisor = heartbeat(run, "supervisor")
-    windows = list(run.merged_records("metrics.jsonl"))
     metrics: dict[str, float] = {}
     words: dict[str, str] = {}
     for window in windows:

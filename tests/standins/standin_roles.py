@@ -105,6 +105,8 @@ def learner(run_dir: Path, attempt: int) -> int:
     while not endpoint_counts(run) and not standin.signal:
         time.sleep(0.05)
     standin.beat.update(phase="training", step=0, max_steps=STEPS)
+    while (read_json(run.heartbeat_file("learner")) or {}).get("max_steps") != STEPS and not standin.signal:
+        time.sleep(0.05)  # a real learner's first step takes longer than this
     for step in range(1, STEPS + 1):
         if standin.signal:
             standin.until_stopped()

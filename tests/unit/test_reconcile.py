@@ -18,11 +18,12 @@ from flows.cli.main import main
 from flows.prefect_rest import STARTED, FlowRun, PrefectAway
 from flows.reconciliation import Pass, Row, reconcile_all
 from slipstream.instance import remember_root
-from slipstream.run_folder import RunFolder, create_exclusively, read_object, write_atomic, write_json
+from slipstream.run_folder import RunFolder, RunFolderError, create_exclusively, read_object, write_atomic, write_json
 from tasks.leads import Lead, asked_for, in_a_row, read_leads, record_lead, resumed_at
 from tasks.lease import LeaseWatch, begin_after, lead_if_free, newest_term, release
 from tasks.origin import Origin, begun_by, origin_here, original_of, write_origin
 from tasks.outcome import Outcome, read_outcome, write_outcome
+from tasks.prepare import check_resumable
 from tasks.reconcile import Memory, do, is_ours, look, runs_in
 from tasks.reconcile_policy import Act, Leader, Plan
 from tasks.records import forgive
@@ -84,6 +85,8 @@ def test_a_copy_is_left_alone_and_its_original_named(run: RunFolder, tmp_path: P
         assert done.exit_code == 2
         assert f"is a copy of {run.path}" in done.output
     assert not copy.cancel_file.exists()
+    with pytest.raises(RunFolderError, match="is a copy of"):  # as a flow asks
+        check_resumable(copy)
     run.path.rename(tmp_path / "moved")
     assert original_of(copy) is None
     assert original_of(RunFolder(tmp_path / "moved")) is None
