@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from slipstream.config_file import dump_config
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json, write_atomic
-from slipstream.serving.control import ServerControl
+from slipstream.serving.control import ServerControl, ServerError
 from slipstream.serving.transport import ParameterInfo
 
 START_S = 300.0
@@ -142,6 +142,29 @@ def frozen(processes: list[psutil.Process]) -> Any:
                     os.kill(process.pid, signal.SIGCONT)
 
     return block()
+
+
+def stop_in_a_delivery(rank: psutil.Process, control: ServerControl) -> None:
+    """Stop the learner's rank 0 in the middle of a delivery, while the server is paused for the weights."""
+
+    def paused() -> bool:
+        try:
+            return control.is_paused()
+        except ServerError as error:
+            if not error.timed_out:
+                raise
+            return True  # its engine answers nobody while it waits for the weights of the rank that is stopped
+
+    def caught() -> bool:
+        if not control.is_paused():
+            return False
+        rank.suspend()
+        if paused():
+            return True
+        rank.resume()
+        return False
+
+    wait_for(caught, "a delivery", 180)
 
 
 # --- comparing with transformers

@@ -169,22 +169,25 @@ class FlowRunPage:
         return panel
 
     def detail(self, term: str) -> str:
-        """A value of the Details tab, like "State Message" or "Run Count"; "" where there is none."""
-        panel = self.tab("Details")
-        found = panel.locator(f'xpath=.//dt[normalize-space()="{term}"]/following-sibling::dd[1]')
+        """A value of the Details tab, like "State Message" or "Run Count", as it stands now; "" where there is none."""
+        found = self._detail(term)
         return found.inner_text() if found.count() else ""
+
+    def has_detail(self, term: str, text: str) -> None:
+        """A value of the Details tab contains this text."""
+        expect(self._detail(term)).to_contain_text(text, use_inner_text=True)
+
+    def _detail(self, term: str) -> Locator:
+        return self.tab("Details").locator(f'xpath=.//dt[normalize-space()="{term}"]/following-sibling::dd[1]')
 
     def parameters(self) -> dict[str, Any]:
         """The run's parameters, by the button that copies them: the page itself draws only what fits."""
         self.tab("Parameters").get_by_role("button", name="Copy parameters").click()
         return dict(json.loads(self.page.evaluate("navigator.clipboard.readText()")))
 
-    def subflow_runs(self) -> list[str]:
-        """Names of the runs that this one has started."""
-        panel = self.tab("Subflow Runs")
-        links = panel.locator('a[href*="/runs/flow-run/"]')
-        expect(links.first).to_be_visible()
-        return links.all_inner_texts()
+    def has_subflow_runs(self, count: int) -> None:
+        """This run has started so many."""
+        expect(self.tab("Subflow Runs").locator('a[href*="/runs/flow-run/"]')).to_have_count(count)
 
     def artifacts(self, at_least: int = 1) -> dict[str, str]:
         """Type of each artifact by its key, once there are so many. This tab does not refresh itself."""
@@ -231,12 +234,9 @@ class ArtifactPage:
         expect(page.get_by_role("main").get_by_label("breadcrumb").first).to_contain_text(key)
         expect(self.panel).to_be_visible()
 
-    @property
-    def text(self) -> str:
-        """Of a markdown artifact."""
-        expect(self.panel.locator("p, li, table, h1, h2, h3").first).to_be_visible()  # drawn a little later
-        expect(self.panel).not_to_have_text(re.compile(r"^\s*(Show Raw Data)?\s*$"))
-        return self.panel.inner_text()
+    def says(self, text: str) -> None:
+        """A markdown artifact shows this text: it is drawn, and drawn again, a little later than its panel."""
+        expect(self.panel).to_contain_text(text, use_inner_text=True)
 
     def table(self) -> list[dict[str, str]]:
         """The first table's rows, as they are shown, once it is drawn."""
@@ -244,10 +244,7 @@ class ArtifactPage:
         expect(table.locator("tbody tr td").last).to_be_visible()
         return list(table.evaluate(ROWS))
 
-    def pictures(self) -> list[tuple[int, int]]:
-        """Width and height of the pictures that were really drawn, those of the description too, once there is one."""
-        images = self.page.get_by_role("main").locator("img[src]")  # the editor has others, which are never shown
-        expect(images.first).to_be_visible()
-        self.page.wait_for_function("[...document.querySelectorAll('main img[src]')].every(one => one.complete)")
-        sizes = images.evaluate_all("all => all.map(one => [one.naturalWidth, one.naturalHeight])")
-        return [(width, height) for width, height in sizes if width and height]
+    def draws(self, at_least: int) -> None:
+        """So many pictures were really drawn, those of the description too."""
+        drawn = "[...document.querySelectorAll('main img[src]')].filter(one => one.complete && one.naturalWidth)"
+        self.page.wait_for_function(f"{drawn}.length >= {at_least}")

@@ -56,10 +56,10 @@ def test_a_run_is_started_by_its_form_watched_and_read(front: Front, tmp_path: P
         shown = run_page.artifacts(at_least=4)
         assert shown["slipstream-run"] == "markdown"
         assert shown["slipstream-progress"] == "progress"
-        assert run_page.artifact("slipstream-curves").pictures()
-        overview = ui.flow_run(run_page.flow_run_id).artifact("slipstream-run").text
-        assert str(run.path) in overview
-        assert "finished" in overview
+        run_page.artifact("slipstream-curves").draws(at_least=1)
+        overview = ui.flow_run(run_page.flow_run_id).artifact("slipstream-run")
+        overview.says(str(run.path))
+        overview.says("finished")
         run_page = ui.flow_run(run_page.flow_run_id)
         shown = run_page.parameters()["config"]
         assert (shown["trainer"]["max_staleness"], shown["data"]["shuffle"]) == (3, False)
@@ -89,8 +89,8 @@ def test_what_the_form_cannot_know_is_refused_on_the_run_s_page(front: Front, tm
         form.submit()
         run_page = page.started()
         run_page.wait_state("Failed")
-        assert "learner.processes_per_node" in run_page.detail("State Message")
-        assert "differs from gpus = 8" in run_page.artifact("refused").text
+        run_page.has_detail("State Message", "learner.processes_per_node")
+        run_page.artifact("refused").says("differs from gpus = 8")
         assert run_page.flow_run_id not in [read_origin(run).flow_run for run in front.runs()]
 
 

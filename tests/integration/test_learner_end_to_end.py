@@ -11,7 +11,7 @@ from slipstream.learner.checkpoint import RolloutState
 from slipstream.metrics.audit_records import audit_run
 from slipstream.run_folder import read_jsonl
 from tests.learner_process import begin_attempt, finish, learner, learner_run, ranks_of, step_of, write_prompts
-from tests.serving_process import VllmServer, wait_for
+from tests.serving_process import VllmServer, stop_in_a_delivery, wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -56,18 +56,8 @@ def kill_during_a_delivery(leader: subprocess.Popen[bytes], server: VllmServer) 
     """Kill rank 0 while the server is paused for its weights."""
     (rank,) = [p for p in ranks_of(leader) if p.environ()["RANK"] == "0"]
     with server.control() as control:
-
-        def caught() -> bool:
-            if not control.is_paused():
-                return False
-            rank.suspend()
-            if control.is_paused():
-                rank.kill()
-                return True
-            rank.resume()
-            return False
-
-        wait_for(caught, "a delivery", 180)
+        stop_in_a_delivery(rank, control)
+        rank.kill()
 
 
 def test_killed_during_a_delivery_and_resumed_ends_at_the_same_last_step(

@@ -18,7 +18,7 @@ from slipstream.run_folder import RunFolder, read_json, read_jsonl, write_atomic
 from slipstream.serving.control import ServerControl, ServerError
 from slipstream.serving.stall import look_at
 from tests.learner_process import finish, learner, ranks_of, step_of, write_prompts
-from tests.serving_process import START_S, start_leader, wait_for
+from tests.serving_process import START_S, start_leader, stop_in_a_delivery, wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -92,17 +92,8 @@ def kill_with_requests_in_flight(server: subprocess.Popen[bytes], control: Serve
 def kill_during_a_delivery(server: subprocess.Popen[bytes], control: ServerControl, rank: psutil.Process) -> None:
     """Kill leader and vLLM, as the loss of their node would, while the server is paused for its weights."""
 
-    def caught() -> bool:
-        if not control.is_paused():
-            return False
-        rank.suspend()
-        if control.is_paused():
-            server.kill()
-            return True
-        rank.resume()
-        return False
-
-    wait_for(caught, "a delivery", 180)
+    stop_in_a_delivery(rank, control)
+    server.kill()
 
     def dead() -> bool:
         try:
