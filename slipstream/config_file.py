@@ -25,6 +25,7 @@ from slipstream.run_config import Impossible, RunConfig
 __all__ = ["EXAMPLE", "ConfigError", "Problem", "dump_config", "field_help", "load_config", "parse_config"]
 
 REQUIRED = ("model.name", "data.source")
+SHOWN = 120  # columns of a line that is wrong
 
 EXAMPLE = """\
 [model]
@@ -76,7 +77,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     An override's value is read as TOML, else taken as text (also where the key takes text only); an empty value puts
     the key back to its default. Raises ConfigError with all problems.
     """
-    return parse_config(read_toml(Path(path).expanduser()), overrides, source=str(path))
+    values = read_toml(Path(path).expanduser())
+    if "base" in values and any(key in values for key in ("axes", "cells")):
+        message = (
+            f"this is a sweep, not a run: `slipstream sweep {path}` runs it, and its base, {values['base']!r}, is one"
+        )
+        raise ConfigError([Problem("", None, message)], str(path))
+    return parse_config(values, overrides, source=str(path))
 
 
 def parse_config(values: dict[str, Any], overrides: Sequence[str] = (), source: str = "the configuration") -> RunConfig:
@@ -161,9 +168,17 @@ def _malformed(text: str, error: str) -> str:
             len(lines[-1]) + 1,
         )
     )
-    line = lines[min(row, len(lines)) - 1]
+    line, at = _around(lines[min(row, len(lines)) - 1], column - 1)
     hint = ' (text needs quotes: key = "value")' if what == "Invalid value" else ""
-    return f"not valid TOML at line {row}, column {column}: {what}{hint}\n    {line}\n    {' ' * (column - 1)}^"
+    return f"not valid TOML at line {row}, column {column}: {what}{hint}\n    {line}\n    {' ' * at}^"
+
+
+def _around(line: str, at: int) -> tuple[str, int]:
+    """What of a line fits on a terminal around a place in it, and the place in that."""
+    begin = max(0, at - SHOWN // 2)
+    end = begin + SHOWN
+    left, right = "…" * (begin > 0), "…" * (end < len(line))
+    return f"{left}{line[begin:end]}{right}", at - begin + len(left)
 
 
 def _merge(into: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

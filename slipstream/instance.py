@@ -4,6 +4,7 @@ One person on one Prefect server is one instance. Its state (the server's passwo
 used) lies in a folder of its own, which nobody else can read.
 """
 
+import errno
 import getpass
 import hashlib
 import os
@@ -56,9 +57,20 @@ def instance_of(run: RunFolder) -> str:
 
 
 def home() -> Path:
-    """$SLIPSTREAM_HOME, or ~/.slipstream; made with mode 0700."""
-    folder = Path(os.environ.get(HOME_ENV) or "~/.slipstream").expanduser().absolute()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """$SLIPSTREAM_HOME, or ~/.slipstream; made with mode 0700. Raises InstanceError where it is relative, OSError."""
+    given = os.environ.get(HOME_ENV)
+    folder = Path(given or "~/.slipstream").expanduser()
+    if not folder.is_absolute():
+        raise InstanceError(
+            f"{HOME_ENV} = {given!r} in the environment is another folder wherever a command is run: give a path that "
+            "begins with / or ~"
+        )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        number = errno.ENOTDIR if isinstance(error, FileExistsError) else error.errno
+        where = f"{error.filename} ({HOME_ENV} in the environment)" if given else error.filename
+        raise OSError(number, os.strerror(number or 0), where) from None
     return folder
 
 

@@ -199,14 +199,21 @@ class _Driver:
                 self._seen[cell] = read_cell(self.sweep, cell, self.notes[cell], views[cell], self._measuring)
             if cell not in self._seen:
                 self._seen[cell] = CellState(cell, Phase.STARTING), "", Measured()
-            state, reason, _ = self._seen[cell]
-            if state.phase is Phase.FAILED and not self.sweep.run(cell).run_file.is_file():
-                self.notes[cell].problem = self.notes[cell].problem or reason
-            elif state.phase is Phase.RUNNING:  # it has begun all the same
-                self.notes[cell].problem = ""
+            self._note(cell)
         states = {cell: self._seen[cell][0] for cell in self.ids}
         results = [result_of(cell, *self._seen[cell.id]) for cell in self.specs]
         return Look(self.specs, states, tuple(results))
+
+    def _note(self, cell: str) -> None:
+        """What has to be known of a cell where its run folder is not there."""
+        state, reason, _ = self._seen[cell]
+        note = self.notes[cell]
+        if self.sweep.run(cell).run_file.is_file():
+            if state.phase is Phase.RUNNING:  # it has begun all the same
+                note.problem = ""
+            note.ended, note.gpu_hours = (str(state.phase), state.gpu_hours) if state.phase.ended else ("", 0.0)
+        elif state.phase is Phase.FAILED:
+            note.problem = note.problem or reason
 
     def _act(self, look: Look, plan: Plan) -> None:
         for cell, (kind, why) in plan.stop.items():

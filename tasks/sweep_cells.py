@@ -30,6 +30,7 @@ from tasks.sweep_folder import Note, SweepFolder
 
 MOST_STARTS = 3
 WORDS = 12  # lines of a log
+ENDS = [str(phase) for phase in Phase if phase.ended]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ def look_at(sweep: SweepFolder, cell: str, note: Note, view: View, hours: float)
     if not run.run_file.is_file():
         if view.alive:
             return replace(state, phase=Phase.STARTING, asked=bool(note.stopped_for)), ""
+        if note.ended in ENDS and not note.problem:
+            removed = replace(state, phase=Phase(note.ended), stopped_for=note.stopped_for, gpu_hours=note.gpu_hours)
+            return removed, f"{run.path} was removed after it had ended"
         if note.problem or (view.problem and not note.stopped_for):
             phase = Phase.STOPPED if view.cancelled else Phase.FAILED
             return replace(state, phase=phase), note.problem or view.problem
@@ -178,7 +182,7 @@ def begin_note(sweep: SweepFolder, cell: str, note: Note) -> None:
     note.starts = note.starts + 1 if note.attempt >= 0 and step <= note.at_step and not note.again else 1
     note.at_step = step
     note.attempt = newest_attempt(run) if run.run_file.is_file() else 0
-    note.stopped_for = note.why = note.problem = ""
+    note.stopped_for = note.why = note.problem = note.ended = ""
     note.again = False
     if note.starts > MOST_STARTS:
         note.problem = f"it was started {MOST_STARTS} times without a new step in between: see {sweep.log_file(cell)}"

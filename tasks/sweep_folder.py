@@ -57,6 +57,8 @@ class Note:
         serial: starts altogether; it names each of them.
         pid, started, host: the process that leads it, where that is a child of a driver.
         flow_run: id of the Prefect flow run that leads it.
+        ended: how it has ended (a `Phase`), with `gpu_hours` used; '' where it has not. What counts is its run folder,
+            where that is still there.
     """
 
     starts: int = 0
@@ -71,6 +73,8 @@ class Note:
     started: float = 0.0
     host: str = ""
     flow_run: str = ""
+    ended: str = ""
+    gpu_hours: float = 0.0
 
 
 def _fits(key: str, value: Any) -> bool:

@@ -3,7 +3,7 @@
 import time
 
 from slipstream.run_config import RecoverySection
-from slipstream.run_folder import write_json
+from slipstream.run_folder import DamagedFile, write_json
 from slipstream.sweep.schedule import INTERRUPT
 from tasks.lease import LeaseWatch
 from tasks.outcome import read_outcome
@@ -31,12 +31,17 @@ def stop_cells(sweep: SweepFolder, why: str) -> list[str]:
 
     Nobody may drive the sweep meanwhile. Raises OSError, DamagedFile.
     """
-    notes, stopped = sweep.notes(), []
-    for cell, note in notes.items():
+    try:
+        notes = sweep.notes()
+    except DamagedFile:  # each request says by whom it is, and that is enough
+        notes = {}
+    stopped = []
+    for cell in sweep.cell_ids():
         run = sweep.run(cell)
         if run.run_file.is_file() and read_outcome(run) is None:
-            note.stopped_for, note.why = INTERRUPT, why
-            sweep.write_notes(notes)
+            if cell in notes:
+                notes[cell].stopped_for, notes[cell].why = INTERRUPT, why
+                sweep.write_notes(notes)
             request_cancel(run, requester(sweep), why)
             stop_unled(sweep, cell)
             stopped.append(cell)

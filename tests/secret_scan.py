@@ -1,6 +1,9 @@
 """Where a secret of a run could be read by others: command lines, SLURM's own files, logs, pickles, the command line's words."""
 
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from slurm.bed import Bed
 from tests.full_stack import USER, FullRun
@@ -15,14 +18,18 @@ def places(bed: Bed, full: FullRun) -> dict[str, bytes]:
     private = full.run.path / "secrets"
     folders = [*(bed.folder / name for name in ("state", "spool", "log", "tmp")), full.folder]
     folders.append(bed.description.home(USER))
-    for path in (path for folder in folders for path in folder.rglob("*")):
-        if private in path.parents or path.is_symlink() or not path.is_file():
-            continue
-        try:
-            found[str(path)] = path.read_bytes()
-        except FileNotFoundError:  # SLURM replaces its state all the time
-            continue
+    found |= {str(path): text for path, text in texts(folders) if private not in path.parents}
     return found
+
+
+def texts(folders: Iterable[Path]) -> Iterator[tuple[Path, bytes]]:
+    """The files below some folders that are there now: SLURM replaces its state, and removes old jobs, all the time."""
+    for folder in folders:
+        for at, _, names in os.walk(folder):
+            for path in (Path(at, name) for name in sorted(names)):
+                if path.is_file() and not path.is_symlink():
+                    with contextlib.suppress(FileNotFoundError):
+                        yield path, path.read_bytes()
 
 
 def leaks(found: Mapping[str, bytes], secrets: Mapping[str, str]) -> list[str]:

@@ -19,13 +19,13 @@ from slipstream.config_file import dump_config
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json, write_atomic
 from slipstream.serving.control import ServerControl, ServerError
-from slipstream.serving.transport import ParameterInfo
+from slipstream.serving.transport import ParameterInfo, SlipstreamTransport
 
 START_S = 300.0
 MAX_MODEL_LEN = 512
 
 
-def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = 60.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = 240.0) -> Any:
     """The first true value of `condition`; fails after the deadline."""
     end = time.monotonic() + deadline_s
     while not (value := condition()):
@@ -164,7 +164,15 @@ def stop_in_a_delivery(rank: psutil.Process, control: ServerControl) -> None:
         rank.resume()
         return False
 
-    wait_for(caught, "a delivery", 180)
+    wait_for(caught, "a delivery")
+
+
+def end_delivery(server: VllmServer) -> None:
+    """Have a server work again that a learner, which was killed, may have left in the middle of a delivery."""
+    with server.control() as control:
+        transport = SlipstreamTransport(control, torch.device("cpu"), "end-delivery", 1, 60.0)
+        transport.connect()
+        transport.close()
 
 
 # --- comparing with transformers

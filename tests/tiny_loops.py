@@ -129,7 +129,7 @@ class HandsOver(TinyLoop):
         """Until the receiver has what was handed over."""
         while self.buffer._buffer:
             self.pause()
-        time.sleep(0.2)
+        time.sleep(1.0)
 
 
 class DiesAtOnce(HandsOver):

@@ -25,10 +25,12 @@ from flows.page.curves import Curves, draw_curves
 from flows.page.facts import Facts, read_facts
 from slipstream.instance import InstanceError, instance_id
 from slipstream.run_folder import RunFolder, read_object, write_json
+from tasks.outcome import RunCancelled
 
 UPDATE_S = 10.0
 CURVES_S = 30.0  # images are large, and each is stored
-END_S = 5.0  # the longest that the end of a run waits for its page
+END_S = 30.0  # the longest that a run which has ended waits for its page: nobody brings it up to date later
+LEAVE_S = 5.0  # and one that is told to leave
 
 logger = logging.getLogger(__name__)
 
@@ -150,11 +152,18 @@ def showing(run: RunFolder) -> Iterator[None]:
     page = Page(run, flow_run, tags)
     thread = threading.Thread(target=context.run, args=(_loop, page, stopped, log), name="run page", daemon=True)
     thread.start()
+    patience_s = LEAVE_S
     try:
         yield
+        patience_s = END_S
+    except RunCancelled:
+        raise
+    except Exception:
+        patience_s = END_S
+        raise
     finally:
         stopped.set()
-        thread.join(END_S)
+        thread.join(patience_s)
 
 
 def show_once(run: RunFolder, flow_run: FlowRun, api: Api | None = None) -> bool:
@@ -178,7 +187,7 @@ def show_once(run: RunFolder, flow_run: FlowRun, api: Api | None = None) -> bool
 
 
 def _loop(page: Page, stopped: threading.Event, log: Any) -> None:
-    warned = False
+    warned, tries = False, 2
     while True:
         last = stopped.is_set()
         try:
@@ -196,7 +205,8 @@ def _loop(page: Page, stopped: threading.Event, log: Any) -> None:
                 warned = True
                 with contextlib.suppress(Exception):
                     log.warning("the run's page on Prefect is not up to date, the run goes on: %s", _told(error))
-        if last:
+        tries -= last
+        if not tries:
             return
         stopped.wait(UPDATE_S)
 

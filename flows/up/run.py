@@ -34,6 +34,8 @@ DEPLOY_TIMEOUT_S = 300.0
 LOOK_S = 0.5
 ROTATE_S = 60.0
 WORKER_STARTED = " started!"
+FLOW_NAME_ENV = "PREFECT__FLOW_NAME"  # a worker gives it to the processes that it starts
+RECONCILE = "reconcile"
 # Prefect's page asks a tracker for its settings even where analytics are off: a browser must ask us alone.
 PAGE_STAYS_HERE = ["--header", "Content-Security-Policy:connect-src 'self'; frame-ancestors 'none'; object-src 'none'"]
 SERVER, WORKERS = "server", "workers"
@@ -317,13 +319,14 @@ def _said(log: Path, before: int) -> bool:
 
 
 def flow_processes() -> list[int]:
-    """Processes of flow runs of this instance's folder on this host."""
+    """Processes of runs and sweeps of this instance's folder on this host; a pass of reconciliation is none."""
     found = []
     for process in psutil.process_iter(["cmdline", "uids"]):
         with contextlib.suppress(psutil.Error):
             words = process.info["cmdline"] or []
             if "flows.up.engine" in words and process.info["uids"].real == os.getuid():
-                if process.environ().get(HOME_ENV) == str(home()):
+                environment = process.environ()
+                if environment.get(HOME_ENV) == str(home()) and environment.get(FLOW_NAME_ENV) != RECONCILE:
                     found.append(process.pid)
     return sorted(found)
 

@@ -29,6 +29,10 @@ class Phase(StrEnum):
     def active(self) -> bool:
         return self in (Phase.STARTING, Phase.RUNNING)
 
+    @property
+    def ended(self) -> bool:
+        return self in (Phase.FINISHED, Phase.FAILED, Phase.STOPPED)
+
 
 @dataclass(frozen=True)
 class CellState:

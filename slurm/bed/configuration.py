@@ -118,7 +118,7 @@ skip-name-resolve
 skip-log-bin
 innodb_buffer_pool_size=32M
 innodb_log_file_size=8M
-innodb_flush_log_at_trx_commit=0
+innodb_flush_log_at_trx_commit=2
 innodb_lock_wait_timeout=900
 performance_schema=OFF
 max_connections=40

@@ -10,13 +10,13 @@ BUSY, TRIES = 503, 5
 CREATES = re.compile("/create_flow_run$")
 
 
-def until_not_busy(page: Page, start: Callable[[], None]) -> None:
-    """Start a run, again where the server was busy: it says so in a message, and has made none."""
+def until_not_busy(page: Page, start: Callable[[], None]) -> str:
+    """Start a run, again where the server was busy: it says so in a message, and has made none. The flow run's id."""
     for _ in range(TRIES):
         with page.expect_response(CREATES) as answer:
             start()
         if answer.value.status != BUSY:
-            return
+            return str(answer.value.json()["id"])
         page.wait_for_timeout(1000)
     raise AssertionError(f"the server was busy {TRIES} times")
 
@@ -112,14 +112,16 @@ class RunForm:
         expect(field.get_by_role("button", name="Add item")).to_be_visible()
         return field.locator("input, textarea")
 
-    def submit(self) -> None:
-        """Press Submit and wait until Prefect has made the run; once more where its database was busy, as a person would."""
+    def submit(self) -> str:
+        """Press Submit and wait until Prefect has made the run; once more where its database was busy, as a person would.
+
+        The flow run's id, which the link in the message that passes after four seconds leads to.
+        """
         if self._said is not None:  # after a refusal the first press only looks again at what was filled in
             with self.page.expect_response("**/ui/schemas/validate"):
                 self._press()
             expect(self._said).to_be_hidden()
-        until_not_busy(self.page, self._press)
-        expect(self.page.get_by_role("link", name="View run")).to_be_visible()
+        return until_not_busy(self.page, self._press)
 
     def submit_refused(self, *titles: str) -> Refusal:
         """Press Submit and wait until the form says what is wrong with this field; nothing is started."""

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 from typing import Any
+from urllib.parse import urljoin
 
 from playwright.sync_api import Locator, Page, expect
 
@@ -74,8 +75,7 @@ class DeploymentPage:
 
     def quick_run(self) -> "FlowRunPage":
         """Run it as it is. A deployment whose flow demands parameters shows them once more first."""
-        until_not_busy(self.page, self._quick_run)
-        return self.started()
+        return self.started(until_not_busy(self.page, self._quick_run))
 
     def _quick_run(self) -> None:
         self.page.keyboard.press("Escape")  # the question of a try before
@@ -90,9 +90,9 @@ class DeploymentPage:
         self.main.get_by_role("button", name="Run", exact=True).click()
         self.page.get_by_role("menuitem", name=item).click()
 
-    def started(self) -> "FlowRunPage":
-        """The page of the run that was just submitted."""
-        self._view_run().first.click()  # the newest is the uppermost
+    def started(self, flow_run_id: str) -> "FlowRunPage":
+        """The page of a run that was just submitted, to which a message leads that passes after four seconds."""
+        self.page.goto(urljoin(self.page.url, f"/v2/runs/flow-run/{flow_run_id}"))
         return FlowRunPage(self.page)
 
     def _view_run(self) -> Locator:
@@ -183,6 +183,7 @@ class FlowRunPage:
     def parameters(self) -> dict[str, Any]:
         """The run's parameters, by the button that copies them: the page itself draws only what fits."""
         self.tab("Parameters").get_by_role("button", name="Copy parameters").click()
+        self.page.wait_for_function("navigator.clipboard.readText().then(text => text.length)")
         return dict(json.loads(self.page.evaluate("navigator.clipboard.readText()")))
 
     def has_subflow_runs(self, count: int) -> None:

@@ -60,8 +60,7 @@ def run_pictures(ui: Ui, root: Path, out: Path) -> None:
     to_top(form.form.locator("xpath=.."))
     keep(page, out, "form")
     started = time.monotonic()
-    form.submit()
-    run_page = deployment.started()
+    run_page = deployment.started(form.submit())
     run = root / f"demo-{run_page.flow_run_id.replace('-', '')[-12:]}"
 
     def steps() -> int:
@@ -95,8 +94,7 @@ def sweep_pictures(ui: Ui, root: Path, out: Path) -> None:
     form.add_item("Settings", value=f'storage.root = "{root}"')
     form.add_item("Settings", value="trainer.max_steps = 12")
     form.fill("Metric", value="reward")
-    form.submit()
-    parent = deployment.started()
+    parent = deployment.started(form.submit())
     parent.wait_state("Completed", seconds=LONG_S)
     parent.artifacts(2)
     quiet(ui.page)

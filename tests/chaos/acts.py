@@ -15,6 +15,7 @@ from slurm.bed import Bed, BedError
 from slurm.bed.machines import inside
 
 SHORT_S = 5.0
+UNNOTICED_S = 3.5  # longer than a beat is waited for, shorter than slurmctld waits for a node
 AWAY_S = 15.0
 LONG_S = 60.0
 PREEMPTED_S = 60
@@ -67,7 +68,7 @@ class Acts:
     def partition_short(self, at: dict[str, Any], go: Path) -> None:
         self.bed.partition(at["host"])
         go.touch()
-        time.sleep(SHORT_S)
+        time.sleep(UNNOTICED_S)
         self.bed.heal(at["host"])
 
     def partition_long(self, at: dict[str, Any], go: Path) -> None:
@@ -82,10 +83,10 @@ class Acts:
         self.bed.heal(at["host"])
 
     def time_limit(self, at: dict[str, Any], go: Path) -> None:
-        """Half a minute from now."""
+        """At least a minute from now: SLURM looks for jobs that are near theirs twice a minute."""
         job = self._job("learner")
         elapsed = time.time() - float(self._field(job, "%S", is_time=True))
-        minutes, seconds = divmod(int(elapsed + 40), 60)
+        minutes, seconds = divmod(int(elapsed + 60), 60)
         self.bed.command("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}:{seconds:02d}")
         go.touch()
 
@@ -159,7 +160,7 @@ class Acts:
 
     def nodes_come_back(self, at: dict[str, Any], go: Path) -> None:
         """Another user's jobs end once the run holds nothing, and waits for nodes of the one part before those of the other."""
-        end = time.monotonic() + LONG_S
+        end = time.monotonic() + 4 * LONG_S
         while time.monotonic() < end:
             beat = read_json(self.run.heartbeat_file("supervisor")) or {}
             if "starts once the" in str(beat.get("phase")):

@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "model": {"name": "double"},
     "trainer": {"num_generations": GROUP, "save_total_limit": 3, "rollout_worker_timeout": 5.0, "max_staleness": 12},
     "server": {"gpus": 0, "startup_timeout": 90.0, "stall_timeout": 8.0},
-    "learner": {"gpus": 0, "startup_timeout": 90.0, "step_timeout": 20.0, "sync_timeout": 25.0, "save_timeout": 20.0},
+    "learner": {"gpus": 0, "startup_timeout": 90.0, "step_timeout": 45.0, "sync_timeout": 45.0, "save_timeout": 20.0},
     "recovery": {"backoff": 1.0, "backoff_max": 4.0, "lease": LEASE_S, "poll": POLL_S, "heartbeat_timeout": 20.0},
 }
 PROFILE = {"executor": "slurm", "exclusive": True, "time_limit": 10, "signal_lead": 20, "client_timeout": 10}

@@ -100,7 +100,7 @@ FAULTS: tuple[Fault, ...] = (
         "long partition of the server", "server.generate", act="partition_long", lasts_s=25.0, redoes=None, again=SERVER
     ),
     # time and others
-    _step("time limit of the learner", act="time_limit", lasts_s=60.0, redoes=False),
+    _step("time limit of the learner", act="time_limit", lasts_s=80.0, redoes=False),
     _step(
         "preemption of the learner",
         act="preempt",

@@ -13,6 +13,7 @@ from slipstream.process import how_ended, stop
 from slipstream.run_folder import RunFolder
 from tests.doubles.events import event
 
+START_S = 60.0  # for an interpreter that starts beside others
 AHEAD = 6  # groups that may be under way or waiting beyond those taken
 
 
@@ -60,7 +61,7 @@ class Worker:
         self._tell({**self._setup, **self._position(), "total": AHEAD, "start": self._starts})
         self._reader = threading.Thread(target=self._read, args=(child,), daemon=True)
         self._reader.start()
-        self._heard = time.monotonic()
+        self._heard, self._spoke = time.monotonic(), False
 
     def _read(self, child: subprocess.Popen[bytes]) -> None:
         assert child.stdout is not None
@@ -83,7 +84,7 @@ class Worker:
         try:
             message = self._messages.get(timeout=block_s)
             while True:
-                self._heard = time.monotonic()
+                self._heard, self._spoke = time.monotonic(), True
                 if "number" in message:
                     found.append(message)
                 if "error" in message:
@@ -106,7 +107,7 @@ class Worker:
         why = ""
         if self._child.poll() is not None:
             why = f"the rollout process ended {how_ended(self._child.returncode)}"
-        elif time.monotonic() - self._heard > self._timeout_s:
+        elif time.monotonic() - self._heard > (self._timeout_s if self._spoke else START_S):
             why = f"the rollout process has not answered for rollout_worker_timeout = {self._timeout_s:g} s"
         if why:
             stop(self._child, 0.0)

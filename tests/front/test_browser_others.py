@@ -34,16 +34,16 @@ def test_a_schedule_that_is_paused_and_resumed_keeps_its_parameters(front: Front
     assert added.returncode == 0, added.stderr
     try:
         deployment = front.find_deployment(f"train/{name}")["id"]
-        wait_until(lambda: scheduled(front, deployment), "starts are planned", 180)
+        wait_until(lambda: scheduled(front, deployment), "starts are planned")
         with prefect_ui(front.url, ":".join(front.auth), tmp_path) as ui:
             schedule = ui.deployment(name).schedule()
             assert schedule.active
             assert "03:00" in schedule.text
             schedule.pause()
-            wait_until(lambda: not scheduled(front, deployment), "nothing is planned any more", 180)
+            wait_until(lambda: not scheduled(front, deployment), "nothing is planned any more")
             assert "at-three  paused" in front.command("schedule", "list").stdout
             schedule.resume()
-            again = wait_until(lambda: scheduled(front, deployment), "starts are planned again", 180)
+            again = wait_until(lambda: scheduled(front, deployment), "starts are planned again")
             assert {run["parameters"]["config"]["trainer"]["max_staleness"] for run in again} == {7}
             assert ui.deployment(name).custom_run().value("Trainer", "Staleness bound") == "7"
     finally:
@@ -66,8 +66,7 @@ def test_a_sweep_of_four_cells_is_filled_in_watched_and_read(front: Front, tmp_p
             form.add_item("Token budgets", value=budget)
         form.fill("Cells at once", value=2)
         form.fill("Metric", value="reward")
-        form.submit()
-        parent = page.started()
+        parent = page.started(form.submit())
         parent.wait_state("Completed", seconds=420)
         parent.has_subflow_runs(4)
         assert parent.artifacts(2) == {"sweep-table": "markdown", "sweep-pictures": "markdown"}

@@ -41,8 +41,7 @@ def test_a_run_is_started_by_its_form_watched_and_read(front: Front, tmp_path: P
         form.choose("Model", "Trainer dtype", option="bfloat16")
         form.switch("Data", "Shuffle", on=False)
         form.add_item("Reward", "Import paths", value=str(tmp_path))
-        form.submit()
-        run_page = page.started()
+        run_page = page.started(form.submit())
         run_page.wait_state("Running", "Completed")
         run_page.wait_state("Completed")
         run = front.run_of(run_page.flow_run_id)
@@ -86,8 +85,7 @@ def test_what_the_form_cannot_know_is_refused_on_the_run_s_page(front: Front, tm
         page = ui.deployment(QUICK)
         form = page.custom_run()
         form.fill("Learner", "GPUs", value=8)
-        form.submit()
-        run_page = page.started()
+        run_page = page.started(form.submit())
         run_page.wait_state("Failed")
         run_page.has_detail("State Message", "learner.processes_per_node")
         run_page.artifact("refused").says("differs from gpus = 8")
@@ -99,7 +97,7 @@ def held(front: Front, ui: Ui, name: str):  # type: ignore[no-untyped-def]
     front.hold(name)
     run_page = ui.deployment(QUICK).quick_run()
     run = front.run_of(run_page.flow_run_id)
-    wait_until((run.path / "events-test" / f"reached-{name}.json").exists, "the run trains", 180)
+    wait_until((run.path / "events-test" / f"reached-{name}.json").exists, "the run trains")
     assert jobs_of(run)
     return run_page, run
 

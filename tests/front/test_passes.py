@@ -28,6 +28,7 @@ def test_a_pass_that_did_nothing_removes_earlier_ones(front: Front) -> None:
         )
         return {one["id"] for one in found}
 
+    front.wait_passes(1)  # nearly a minute until the next
     eventful, another = made(own, "Completed"), made(others, UNEVENTFUL)
     quiet = {made(own, UNEVENTFUL) for _ in range(KEPT + EXTRA)}
     assert quiet | {eventful, another} <= left()

@@ -78,7 +78,7 @@ class Site:
 
     def worker(self, pool: str, log: Path, **settings: str) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
-        return spawn(argv, log, self.environment(**settings))
+        return spawn(argv, log, self.environment(PREFECT_WORKER_QUERY_SECONDS="1", **settings))
 
     def flow_runs(self, deployment: str, *states: str) -> list[dict[str, Any]]:
         wanted: dict[str, Any] = {"deployments": {"id": {"any_": [deployment]}}, "sort": "EXPECTED_START_TIME_ASC"}

@@ -98,7 +98,7 @@ def test_nobody_gets_in_without_the_password_and_nobody_is_shown_it(door: Front)
     auth = door.home / "auth"
     assert stat.S_IMODE(auth.stat().st_mode) == 0o600
     assert stat.S_IMODE(door.home.stat().st_mode) == 0o700
-    assert httpx.post(f"{door.api}/flows/count", json={}, trust_env=False).status_code == 401
+    assert httpx.post(f"{door.api}/flows/count", json={}, trust_env=False, timeout=60).status_code == 401
     assert isinstance(door.ask("POST", "flows/count", {}), int)
     secret = auth.read_text().strip().partition(":")[2]
     shown = [door.output.read_text(), *(path.read_text() for path in (door.home / "logs").rglob("*.log"))]
@@ -107,7 +107,7 @@ def test_nobody_gets_in_without_the_password_and_nobody_is_shown_it(door: Front)
             shown.append(" ".join(process.cmdline()))
     assert not [text for text in shown if secret in text]
     assert str(auth) in door.output.read_text()
-    settings = httpx.get(f"{door.url}/ui-settings", trust_env=False)
+    settings = httpx.get(f"{door.url}/ui-settings", trust_env=False, timeout=60)
     assert settings.json()["api_url"] == "/api"  # of the address in the browser, whatever a tunnel makes of it
     assert "connect-src 'self'" in settings.headers["content-security-policy"]
     assert door.ask("GET", "admin/settings")["server"]["analytics_enabled"] is False

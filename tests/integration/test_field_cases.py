@@ -28,6 +28,7 @@ from tests.learner_process import (
     learner,
     learner_run,
     ranks_of,
+    reach,
     rollout_process,
     step_of,
     write_prompts,
@@ -63,9 +64,9 @@ def test_a_rollout_process_that_hangs_ends_everything_where_none_may_be_started_
         wait_for(lambda: step_of(run) >= 2, "the second step", 240)
         family = psutil.Process(leader.pid).children(recursive=True)
         rollout_process(leader).send_signal(signal.SIGSTOP)
-        wait_for(lambda: leader.poll() is not None, "the end of the learner", 120)
+        wait_for(lambda: leader.poll() is not None, "the end of the learner")
     assert leader.returncode != 0
-    wait_for(lambda: all_gone(family), "the end of every process of the learner", 60)
+    wait_for(lambda: all_gone(family), "the end of every process of the learner")
     (record,) = (run.path / "exit").glob("learner-*.json")
     assert "the rollout process has not beaten for" in (read_json(record) or {})["reason"]
 
@@ -111,7 +112,8 @@ def test_a_long_prompt_that_hangs_holds_up_nothing_before_and_after_a_resume_and
     sections: dict[str, dict[str, object]] = {"data": {"shuffle": False}, "learner": {"processes_per_node": 1}}
     run = learner_run(tmp_path / "runs", "straggler", server, data, sections=sections, **settings)
     with learner(run, 1) as leader:
-        wait_for(lambda: step_of(run) >= 3, "the third step beside the straggler", 240)
+        wait_for(lambda: 0 in settled(run), "the prompt before the straggler")
+        reach(run, leader, max(3, step_of(run) + 2))
         ranks_of(leader)[0].send_signal(signal.SIGKILL)
         wait_for(lambda: leader.poll() is not None, "the end of the learner after a rank was killed")
 

@@ -16,6 +16,7 @@ from slipstream.run_folder import RunFolder, read_json
 from tasks.stored import all_jobs
 from tests.prefect_database import seed
 from tests.prefect_server import PASSWORD, PATIENCE_S, ROOT, STANDINS, PrefectServer, ask, environment
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -53,9 +54,14 @@ def test_a_running_server_sees_the_run(
     (flow_run,) = [run for run in ask(api, "flow_runs/filter", {}) if run["name"] == path.name]
     assert flow_run["state_type"] == state
     assert words in (flow_run["state"]["message"] or "")
-    tasks = ask(api, "task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run["id"]]}}})
-    names = {task["name"].rsplit("-", 1)[0] for task in tasks}
-    assert names == {"prepare", "start server", "start learner", "supervise"} | ({"finish"} if code == 0 else set())
+    of_it = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
+    wanted = {"prepare", "start server", "start learner", "supervise"} | ({"finish"} if code == 0 else set())
+
+    def named() -> bool:
+        """Prefect keeps task runs from events, a little later."""
+        return {task["name"].rsplit("-", 1)[0] for task in ask(api, "task_runs/filter", of_it)} == wanted
+
+    wait_until(named, f"the task runs are {wanted}")
     if code:
         assert f"error: the run failed: {words}" in done.stderr
         assert "learner about to be killed" in done.stderr

@@ -26,12 +26,12 @@ def test_killed_half_way_and_resumed_every_prompt_is_settled_exactly_once_per_ep
     data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
     run = learner_run(tmp_path / "runs", "epochs", vllm_server, data, num_train_epochs=EPOCHS)
     with learner(run, 1) as leader:
-        wait_for(lambda: step_of(run) >= 4, "the fourth step", 180)
+        wait_for(lambda: step_of(run) >= 4, "the fourth step")
         family = psutil.Process(leader.pid).children(recursive=True)
         ranks_of(leader)[0].send_signal(signal.SIGKILL)
         wait_for(lambda: leader.poll() is not None, "the end of the learner after a rank was killed")
         assert leader.returncode != 0
-    wait_for(lambda: not any(p.is_running() for p in family), "the end of every process of the learner", 30)
+    wait_for(lambda: not any(p.is_running() for p in family), "the end of every process of the learner")
 
     attempt = begin_attempt(run, vllm_server)
     assert run.fence(attempt)["checkpoint"], "no complete checkpoint was left"
@@ -67,7 +67,7 @@ def test_killed_during_a_delivery_and_resumed_ends_at_the_same_last_step(
     schedule = {"max_steps": STEPS, "lr_scheduler_type": "linear", "gradient_accumulation_steps": 2}
     run = learner_run(tmp_path / "runs", "delivery", vllm_server, data, **schedule)
     with learner(run, 1) as leader:
-        wait_for(lambda: step_of(run) >= 2, "the second step", 180)
+        wait_for(lambda: step_of(run) >= 2, "the second step")
         family = psutil.Process(leader.pid).children(recursive=True)
         heard = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
         assert heard

@@ -80,7 +80,7 @@ def test_the_death_of_one_nodes_leader_ends_the_other_which_names_it(tmp_path: P
     victim = 0
     run = nodes_run(tmp_path, "killed", nodes=2, ranks=1, max_steps=LONG)
     with leaders(run, 2, **SLOW) as started:
-        wait_for(lambda: step_of(run) >= 2, "the second step", 180)
+        wait_for(lambda: step_of(run) >= 2, "the second step")
         other = started[1 - victim]
         assert listening(psutil.Process(other.pid)) <= {"127.0.0.1", "127.0.0.2"}
         family = [p for leader in started for p in psutil.Process(leader.pid).children(recursive=True)]
@@ -88,7 +88,7 @@ def test_the_death_of_one_nodes_leader_ends_the_other_which_names_it(tmp_path: P
         started[victim].kill()
         wait_for(lambda: other.poll() is not None, "the end of the other leader")
         assert other.returncode != 0
-    wait_for(lambda: not any(p.is_running() for p in family), "the end of every process", 30)
+    wait_for(lambda: not any(p.is_running() for p in family), "the end of every process")
     assert exit_of(run, victim) is None, "it was killed"
     record = exit_of(run, 1 - victim)
     assert record is not None
@@ -99,7 +99,7 @@ def test_the_death_of_one_nodes_leader_ends_the_other_which_names_it(tmp_path: P
 def test_a_rank_killed_on_one_node_is_named_by_both(tmp_path: Path) -> None:
     run = nodes_run(tmp_path, "rank", nodes=2, ranks=1, max_steps=LONG)
     with leaders(run, 2, **SLOW) as started:
-        wait_for(lambda: step_of(run) >= 2, "the second step", 180)
+        wait_for(lambda: step_of(run) >= 2, "the second step")
         for rank in ranks_of(started[1]):
             rank.send_signal(signal.SIGKILL)
         wait_for(lambda: all(leader.poll() is not None for leader in started), "the end of both leaders")
@@ -116,7 +116,7 @@ def test_a_rank_killed_on_one_node_is_named_by_both(tmp_path: Path) -> None:
 def test_a_stop_of_one_node_stops_the_other(tmp_path: Path) -> None:
     run = nodes_run(tmp_path, "stopped", nodes=2, ranks=1, max_steps=LONG)
     with leaders(run, 2, **SLOW) as started:
-        wait_for(lambda: step_of(run) >= 2, "the second step", 180)
+        wait_for(lambda: step_of(run) >= 2, "the second step")
         started[1].send_signal(signal.SIGINT)  # TERM would let all of them save and leave
         wait_for(lambda: all(leader.poll() is not None for leader in started), "the end of both leaders")
     record = exit_of(run, 0)

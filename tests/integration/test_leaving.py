@@ -25,7 +25,7 @@ from tests.fault_proxy import GENERATION, FaultProxy
 from tests.learner_process import begin_attempt, finish, learner, learner_run, ranks_of, reach, write_prompts
 from tests.learner_replay import ReplayTrainer, snapshot
 from tests.learner_resume import new_trainer
-from tests.serving_process import VllmServer, all_gone, wait_for
+from tests.serving_process import VllmServer, all_gone, end_delivery, wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -114,10 +114,10 @@ def leave(run: RunFolder, leader: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Send USR2, wait for the end; the exit record."""
     family = psutil.Process(leader.pid).children(recursive=True)
     leader.send_signal(signal.SIGUSR2)
-    wait_for(lambda: leader.poll() is not None, "the learner's leaving", 120)
+    wait_for(lambda: leader.poll() is not None, "the learner's leaving")
     log = run.log_file("learner", run.attempts()[-1])
     assert leader.returncode == 0, log.read_text()[-4000:]
-    wait_for(lambda: all_gone(family), "the end of every process of the learner", 30)
+    wait_for(lambda: all_gone(family), "the end of every process of the learner")
     assert read_json(run.path / "result.json") is None
     return exit_record(run)
 
@@ -137,11 +137,11 @@ def test_it_leaves_though_no_server_has_ever_come(tmp_path: Path, monkeypatch: p
         return (read_json(run.heartbeat_file("learner")) or {}).get("phase") == "waiting for the server"
 
     with learner(run, 1) as leader:
-        wait_for(waits, "that it waits for a server", 120)
+        wait_for(waits, "that it waits for a server")
         family = psutil.Process(leader.pid).children(recursive=True)
         write_json(run.leave_file("abcd"), {"signal": "supervisor", "why": "the server is queued"})
-        wait_for(lambda: leader.poll() is not None, "the learner's leaving", 60)
-        wait_for(lambda: all_gone(family), "the end of every process of the learner", 30)
+        wait_for(lambda: leader.poll() is not None, "the learner's leaving")
+        wait_for(lambda: all_gone(family), "the end of every process of the learner")
     record = exit_record(run)
     assert (leader.returncode, record["returncode"], record["left"], record["final"]) == (0, 0, 0, False)
     assert record["reason"] == "left before the first step: supervisor"
@@ -217,7 +217,7 @@ def test_it_leaves_while_it_waits_for_rollouts_that_do_not_come(held: tuple[Vllm
                 seen[:] = [beat]
             return beat["phase"] == "waiting for rollouts" and beat["time"] - seen[0]["time"] >= 3
 
-        wait_for(stands_still, "that training waits", 120)
+        wait_for(stands_still, "that training waits")
         record = leave(run, leader)
     step = record["left"]
     assert record["reason"] == f"saved at step {step} and left: SIGUSR2"
@@ -243,8 +243,9 @@ def test_a_cancelled_learner_stops_at_once_though_a_rank_does_not_listen(
             os.kill(process.pid, signal.SIGSTOP)
         write_json(run.cancel_file, {"who": "a test", "why": "enough"})
         leader.send_signal(signal.SIGTERM)
-        wait_for(lambda: leader.poll() is not None, "the leader's end", 30)
-        wait_for(lambda: all_gone(family), "the end of every process of the learner", 30)
+        wait_for(lambda: leader.poll() is not None, "the leader's end")
+        wait_for(lambda: all_gone(family), "the end of every process of the learner")
+    end_delivery(vllm_server)
     record = exit_record(run)
     assert (record["returncode"], record["reason"], record["left"]) == (0, "stopped by SIGTERM", None)
     assert json.loads((run.path / "cancel.json").read_text())["who"] == "a test"

@@ -84,7 +84,7 @@ def rank_zero(leader: subprocess.Popen[bytes]) -> psutil.Process:
 def kill_with_requests_in_flight(server: subprocess.Popen[bytes], control: ServerControl) -> None:
     """Kill vLLM, not its leader."""
     vllm = psutil.Process(server.pid).children()[0]
-    wait_for(lambda: look_at(control).running > 0, "a request in flight", 120)
+    wait_for(lambda: look_at(control).running > 0, "a request in flight")
     vllm.send_signal(signal.SIGKILL)
     wait_for(lambda: server.poll() is not None, "the end of the server's leader")
 
@@ -115,7 +115,7 @@ def test_a_server_that_dies_twice_costs_no_step_and_no_prompt(
         first = stack.enter_context(assigned_server(run, "first"))
         job = stack.enter_context(learner(run, 1))
         with control_of(run, "first", first) as control:
-            wait_for(lambda: step_of(run) >= 3, "the third step", 180)
+            wait_for(lambda: step_of(run) >= 3, "the third step")
             rank = rank_zero(job)
             kill_with_requests_in_flight(first, control)
         assert not run.endpoint_file().exists(), "its leader has taken the address back"
@@ -125,11 +125,11 @@ def test_a_server_that_dies_twice_costs_no_step_and_no_prompt(
         def waits() -> bool:
             return (read_json(run.heartbeat_file("learner")) or {}).get("phase") == "waiting for the server"
 
-        wait_for(waits, "the learner's wait", 120)
+        wait_for(waits, "the learner's wait")
         before = step_of(run)
         second = stack.enter_context(assigned_server(run, "second"))
         with control_of(run, "second", second) as control:
-            wait_for(lambda: step_of(run) >= before + 3, "the third step with the second server", 120)
+            wait_for(lambda: step_of(run) >= before + 3, "the third step with the second server")
             kill_during_a_delivery(second, control, rank)
         assert (read_json(run.endpoint_file()) or {})["incarnation"] == "second", "nobody took that one back"
 

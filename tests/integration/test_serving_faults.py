@@ -125,9 +125,12 @@ def test_a_server_that_stops_answering_in_a_delivery_is_an_error(vllm_server: Vl
     run_id = f"frozen-{part}"
     processes = engine_of(vllm_server) if part == "engine" else descendants(vllm_server.leader.pid)
     assert processes
-    with vllm_server.control(timeout_s=4.0) as control:
-        transport = transport_of(control, run_id, 1, timeout_s=4.0)
+    with vllm_server.control() as control:
+        transport = transport_of(control, run_id, 1)
         transport.connect()
+        control.timeout_s = transport.timeout_s = 4.0
+        assert transport._group is not None
+        transport._group.timeout_s = 4.0
         freeze = frozen(processes)
 
         def tensors(source: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -149,11 +152,14 @@ def test_a_server_that_stops_answering_in_a_delivery_is_an_error(vllm_server: Vl
 
 
 def test_a_server_that_is_frozen_before_is_an_error_too(vllm_server: VllmServer) -> None:
-    with vllm_server.control(timeout_s=3.0) as control:
-        transport = transport_of(control, "frozen-before", 1, timeout_s=3.0)
+    with vllm_server.control() as control:
+        transport = transport_of(control, "frozen-before", 1)
+        control.timeout_s = 3.0
         with frozen(descendants(vllm_server.leader.pid)), pytest.raises(TransferError, match="no answer"):
             transport.connect()
+        control.timeout_s = 60.0
         transport.connect()
+        control.timeout_s = 3.0
         with frozen(descendants(vllm_server.leader.pid)), pytest.raises(TransferError, match="'pause'"):
             transport.send(*delivery(new_model(tied=True, seed=15)), label="frozen-before/a1/0")
     with vllm_server.control() as control:

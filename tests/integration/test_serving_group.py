@@ -15,10 +15,11 @@ from slipstream.serving.group import GroupError, ProcessGroup, Rendezvous, addre
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
+PATIENCE_S = 120.0
 
 
 def member(port: int, behaviour: str, result: Any) -> None:
-    group = ProcessGroup(Rendezvous.join(HOST, port, 30), 1, 2, CPU)
+    group = ProcessGroup(Rendezvous.join(HOST, port, PATIENCE_S), 1, 2, CPU)
     result.put("joined")
     if behaviour == "wait":
         signal.pause()
@@ -52,23 +53,23 @@ def start_member() -> Iterator[Callable[[int, str], tuple[Any, Any]]]:
 def test_a_broadcast_arrives_and_closing_ends_the_wait_of_the_other(
     start_member: Callable[[int, str], tuple[Any, Any]],
 ) -> None:
-    rendezvous = Rendezvous.host(HOST, 30)
+    rendezvous = Rendezvous.host(HOST, PATIENCE_S)
     _, result = start_member(rendezvous.port, "receive")
     group = ProcessGroup(rendezvous, 0, 2, CPU)
     group.broadcast(torch.full((1000,), 0.5))
-    assert result.get(timeout=30) == "joined"
-    assert result.get(timeout=30) == 500.0
+    assert result.get(timeout=PATIENCE_S) == "joined"
+    assert result.get(timeout=PATIENCE_S) == 500.0
     group.close()
-    assert "a peer left the group" in result.get(timeout=30)
+    assert "a peer left the group" in result.get(timeout=PATIENCE_S)
     with pytest.raises(GroupError, match="closed"):
         group.broadcast(torch.zeros(1))
 
 
 def test_a_peer_that_dies_is_an_error(start_member: Callable[[int, str], tuple[Any, Any]]) -> None:
-    rendezvous = Rendezvous.host(HOST, 30)
+    rendezvous = Rendezvous.host(HOST, PATIENCE_S)
     process, result = start_member(rendezvous.port, "wait")
     group = ProcessGroup(rendezvous, 0, 2, CPU)
-    assert result.get(timeout=30) == "joined"
+    assert result.get(timeout=PATIENCE_S) == "joined"
     process.kill()
     process.join(30)
     with pytest.raises(GroupError, match="left"):
@@ -76,10 +77,10 @@ def test_a_peer_that_dies_is_an_error(start_member: Callable[[int, str], tuple[A
 
 
 def test_a_peer_that_stalls_is_an_error_within_the_bound(start_member: Callable[[int, str], tuple[Any, Any]]) -> None:
-    rendezvous = Rendezvous.host(HOST, 30)
+    rendezvous = Rendezvous.host(HOST, PATIENCE_S)
     process, result = start_member(rendezvous.port, "wait")
     group = ProcessGroup(rendezvous, 0, 2, CPU)
-    assert result.get(timeout=30) == "joined"
+    assert result.get(timeout=PATIENCE_S) == "joined"
     os.kill(process.pid, signal.SIGSTOP)
     group.timeout_s = 0.5
     with pytest.raises(GroupError, match=r"within 0\.5 s"):

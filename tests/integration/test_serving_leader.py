@@ -52,7 +52,7 @@ def test_an_untied_model_syncs_and_term_leaves_nothing(tiny_model_untied: Path, 
         assert len(processes) >= 2
         server.leader.terminate()
         assert server.leader.wait(60) == 0
-    assert all_gone(processes)
+    wait_for(lambda: all_gone(processes), "the end of every process of the server")
     record = read_exit(run)
     assert (record["role"], record["attempt"], record["returncode"]) == ("server-0", 1, 0)
     assert record["reason"] == "stopped by SIGTERM"

@@ -85,9 +85,9 @@ def test_two_nodes_serve_take_weights_on_both_and_end_together(tiny_model_tied: 
         victims = [p for p in families[1] if p.is_running()]
         for process in victims:  # node 1's engines die, its leader lives
             process.kill()
-        wait_for(lambda: all(leader.poll() is not None for leader in leaders), "the end of both leaders", 90)
+        wait_for(lambda: all(leader.poll() is not None for leader in leaders), "the end of both leaders")
         everything = [p for family in families for p in family]
-        wait_for(lambda: not any(alive(p) for p in everything), "the end of every process", 30)
+        wait_for(lambda: not any(alive(p) for p in everything), "the end of every process")
     assert record(run, 1)["reason"] == "the engines of node 1 ended by SIGKILL"
     assert "node 1 (" in record(run, 0)["reason"]
     assert "the engines of node 1 ended by SIGKILL" in record(run, 0)["reason"]
@@ -129,7 +129,7 @@ def test_the_death_of_the_first_nodes_leader_ends_the_others(tmp_path: Path) -> 
         family = descendants(leaders[1].pid)
         assert family
         leaders[0].terminate()
-        wait_for(lambda: leaders[1].poll() is not None, "the end of the other leader", 90)
+        wait_for(lambda: leaders[1].poll() is not None, "the end of the other leader")
         assert not any(alive(p) for p in family)
     assert record(run, 0)["reason"] == "stopped by SIGTERM"
     assert "stopped by SIGTERM" in record(run, 1)["reason"]

@@ -188,6 +188,7 @@ def test_ctrl_c_stops_the_cells_and_the_next_call_continues_them(folder: Path) -
     assert sweep.outcome()["kind"] == "cancelled"
     for cell in ("c00", "c01"):
         assert not [process for job in all_jobs(sweep.run(cell)) for process in job_processes(job)]
+    go_on(folder / "runs")
     look = drive(sweep, cells(sweep), poll_s=POLL_S)
     assert states(look) == {"c00": "finished", "c01": "finished"}
     assert_whole(sweep, "c00", [1, 2])

@@ -12,7 +12,16 @@ import pytest
 
 from slipstream.metrics.audit import check_lines
 from slipstream.run_folder import RunFolder, read_jsonl
-from tests.learner_process import finish, learner, learner_run, ranks_of, reach, rollout_process, write_prompts
+from tests.learner_process import (
+    finish,
+    learner,
+    learner_run,
+    ranks_of,
+    reach,
+    rollout_process,
+    rollout_processes,
+    write_prompts,
+)
 from tests.serving_process import VllmServer, wait_for
 
 pytestmark = pytest.mark.integration
@@ -34,9 +43,10 @@ def test_training_goes_on_and_every_prompt_is_settled_once(vllm_server: VllmServ
             assert leader.poll() is None, run.log_file("learner", 1).read_text()[-4000:]
             return bool(read_events(run))
 
-        wait_for(replaced, "that another process took its place", 120)
+        wait_for(replaced, "that another process took its place")
         assert {process.pid for process in ranks_of(leader)} == ranks, "the same ranks"
         assert not psutil.pid_exists(lost.pid)
+        wait_for(lambda: rollout_processes(leader), "the next process, which starts once its event is written")
         assert rollout_process(leader).pid != lost.pid
         finish(run, leader, 1)
     (event,) = read_events(run)

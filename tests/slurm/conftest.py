@@ -51,13 +51,13 @@ def restore(bed: Bed) -> None:
     for name in description.node_names:
         if "drain" in states[name]:
             bed.resume(name)
+    bed.wait_nodes("idle", description.node_names, 120)
     for storage in (bed.limited, bed.readonly):
         bed.storage(storage.name, "rw")
         for path in storage.iterdir():
             path.unlink() if path.is_file() else shutil.rmtree(path)
     bed.storage("limited", str(description.limited_mb))
     bed.storage("readonly", "ro")
-    bed.wait_nodes("idle", description.node_names, 120)
 
 
 @pytest.fixture

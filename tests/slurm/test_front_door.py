@@ -99,8 +99,7 @@ def test_a_run_is_started_and_cancelled_from_a_browser(
         prefect_ui(f"http://127.0.0.1:{here}", auth, tmp_path) as ui,
     ):
         page = ui.deployment(f"{INSTANCE}.{config_file.stem}")
-        page.custom_run().submit()
-        run_page = page.started()
+        run_page = page.started(page.custom_run().submit())
         run_page.wait_state("Running", seconds=PATIENCE_S)
         run = RunFolder(folder / "runs" / f"{name}-{run_page.flow_run_id.replace('-', '')[-12:]}")
         wait_until((run.path / "events-test" / "reached-held.json").exists, f"it trains: {login.folder}", PATIENCE_S)

@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.slurm, pytest.mark.integration]
 
 FREE = 1
-IDLE_MINUTES = 0.15
+IDLE_MINUTES = 0.4
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def full(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> Bed:
     nodes = len(bed.description.node_names) - FREE
     command = ["sbatch", f"-N{nodes}", "--exclusive", "-t", "120", "-o", "/dev/null", "--wrap", "sleep 3600"]
     bed.run("login", command, user="bed2")
-    wait_until(lambda: "RUNNING" in bed.command("squeue", "-h", "-u", "bed2", "-o", "%T"), "another user's job", 60)
+    wait_until(lambda: "RUNNING" in bed.command("squeue", "-h", "-u", "bed2", "-o", "%T"), "another user's job")
     return bed
 
 

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.integration, pytest.mark.timeout(90
 
 INSTANCE = "bed"
 PATIENCE_S = 300.0
-STEP_S = 1.5
+STEP_S = 4.0
 CLI = "from flows.cli.main import main; main()"
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from slurm.bed import Bed, BedError
 from slurm.bed.machines import processes
+from tests.secret_scan import texts
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.integration]
@@ -95,8 +96,8 @@ def test_a_job_is_submitted_seen_and_cancelled(bed: Bed, backend: Backend) -> No
     assert environment["HOME"] == str(bed.description.home("bed1"))
     assert "." not in environment["PATH"].split(":")
     assert "WANDB_API_KEY" not in environment
-    assert backend("cancel") == ["aa11"]
-    seen = backend.view()
+    assert backend("cancel", kill_after_s=20.0) == ["aa11"]
+    seen = backend.wait_state("finished")
     assert (seen["state"], seen["reason"], seen["returncode"]) == ("finished", "stopped by SIGTERM", 0)
     wait_until(lambda: no_process(bed), "nothing is left")
     assert backend("cancel") == []
@@ -118,7 +119,7 @@ def test_waiting_held_and_cancelled_by_a_person(bed: Bed, backend: Backend) -> N
     bed.run("login", ["scancel", job_id], user="bed1")
     assert backend.wait_state("cancelled")["reason"] == "stopped by SIGTERM"
     assert backend("cancel") == ["bb22"]
-    assert backend.view("bb22")["state"] == "cancelled"
+    backend.wait_state("cancelled", "bb22")
 
 
 def test_a_refusal_has_slurms_words_and_leaves_no_open_intent(backend: Backend) -> None:
@@ -219,8 +220,8 @@ def test_without_accounting(bed: Bed, backend: Backend) -> None:
     try:
         backend.submit()
         backend.facts("server-0")
-        assert backend("cancel") == ["aa11"]
-        assert backend.view()["state"] == "finished"
+        assert backend("cancel", kill_after_s=20.0) == ["aa11"]
+        backend.wait_state("finished")
         bed.run("login", ["sh", "-c", "! sacct"], user="bed1")
     finally:
         bed.start_dbd()
@@ -289,9 +290,9 @@ def test_no_secret_is_where_others_could_read_it(bed: Bed, backend: Backend) -> 
     assert "#SBATCH --export=NONE" in places["batch script"]
     private = {backend.run / "secrets", backend.run / "facts"}
     folders = [bed.folder / name for name in ("state", "spool", "log")] + [backend.run]
-    for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
+    for path, text in texts(folders):
         if not private & set(path.parents):
-            places[str(path)] = path.read_bytes().decode(errors="replace")
+            places[str(path)] = text.decode(errors="replace")
     assert any(path.endswith("/script") for path in places)
     assert any(path.endswith("_0_log.out") for path in places)
     found = [place for place, text in places.items() if SECRET in text or backend.token in text]

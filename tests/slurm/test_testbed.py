@@ -204,6 +204,8 @@ def test_jobs_outlive_a_power_cut_of_the_controller(bed: Bed) -> None:
     written, state = time.time(), bed.folder / "state" / "job_state"
     sbatch(bed, "true")  # a change, so that there is something to save
     wait_until(lambda: state.stat().st_mtime > written, "slurmctld has saved both, which it does within seconds")
+    listed = ["sacct", "-nX", "-o", "jobid"]
+    wait_until(lambda: job_id in bed.run("login", listed, user="bed1"), "it is accounted")
     bed.power_off("ctl")
     with pytest.raises(BedError):
         bed.run("login", ["squeue"], user="bed1", seconds=5)
@@ -212,7 +214,7 @@ def test_jobs_outlive_a_power_cut_of_the_controller(bed: Bed) -> None:
     bed.power_on("ctl")
     assert wait_state(bed, job_id, "RUNNING")["Restarts"] == "0"
     wait_state(bed, sbatch(bed, "true"), "COMPLETED")
-    assert job_id in bed.run("login", ["sacct", "-nX", "-o", "jobid"], user="bed1")
+    assert job_id in bed.run("login", listed, user="bed1")
 
 
 @pytest.mark.parametrize(("name", "number"), [("limited", errno.ENOSPC), ("readonly", errno.EROFS)])

@@ -186,6 +186,20 @@ def test_malformed_toml_always_has_a_position(tmp_path: Path, text: str) -> None
     assert "not valid TOML at line" in file_refused(write(tmp_path, text))
 
 
+def test_of_a_long_line_only_what_is_around_the_fault_is_shown(tmp_path: Path) -> None:
+    message = file_refused(write(tmp_path, f'a = "{"x" * 5000}" here "{"y" * 5000}"\n'))
+    line, caret = message.splitlines()[-2:]
+    assert line.strip().startswith("…x")
+    assert line.endswith("y…")
+    assert len(line) < 140
+    assert line[caret.index("^") :].startswith("here")
+
+
+def test_a_sweep_s_file_is_said_to_be_one(tmp_path: Path) -> None:
+    file = write(tmp_path, 'name = "s"\nbase = "demo"\n[axes]\n"trainer.max_staleness" = [0, 2]\n')
+    assert f"this is a sweep, not a run: `slipstream sweep {file}` runs it" in file_refused(file)
+
+
 def test_missing_file_folder_and_binary(tmp_path: Path) -> None:
     message = file_refused(tmp_path / "none.toml")
     assert str(tmp_path / "none.toml") in message

@@ -1,5 +1,6 @@
 """The driver of a sweep where storage or report fail it: the cells go on."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from slipstream.config_file import dump_config
 from slipstream.run_folder import RunFolder
 from slipstream.sweep.schedule import Phase, Plan
 from tasks import sweep as driving
-from tasks.outcome import Outcome, write_outcome
+from tasks.outcome import Outcome, read_outcome, write_outcome
 from tasks.sweep import Look, drive
 from tasks.sweep_cells import LocalCells, View
 from tasks.sweep_folder import Note, SweepFolder
+from tasks.sweep_stop import stop_sweep
 from tests.unit.test_sweep_folder import make
 
 
@@ -30,10 +32,11 @@ class Instant:
         return {cell: View() for cell in cells}
 
     def start(self, cell: str, note: Note) -> None:
-        run = RunFolder.create(self._sweep.path.parent, self._sweep.run_id(cell))
-        run.run_file.write_text(dump_config(self._sweep.config(cell)))
-        run.begin_attempt(None, 0)
-        write_outcome(run, Outcome(Kind.FINISH, "done"), 1)
+        run = self._sweep.run(cell)
+        if not run.run_file.exists():
+            run = RunFolder.create(self._sweep.path.parent, run.run_id)
+            run.run_file.write_text(dump_config(self._sweep.config(cell)))
+        write_outcome(run, Outcome(Kind.FINISH, "done"), run.begin_attempt(None, 0))
 
     def stop(self, cell: str, note: Note, why: str) -> None:
         raise AssertionError("nothing is to be stopped")
@@ -121,3 +124,43 @@ def test_a_command_that_refuses_is_quoted_from_its_error_on(tmp_path: Path) -> N
     cells._children["c00"].wait()
     view = cells.look(["c00"], {"c00": note})["c00"]
     assert view.problem == "it did not start (exit code 2): c00.toml: 1 problem\n  seed: no\n    ^", log.read_text()
+
+
+def test_a_cell_whose_run_was_removed_after_its_end_is_not_run_again(tmp_path: Path) -> None:
+    sweep = make(tmp_path)
+    drive(sweep, Instant(sweep), poll_s=0.0)
+    notes = sweep.notes()
+    notes["c00"].gpu_hours = 1.5  # as a real run would have used
+    sweep.write_notes(notes)
+    shutil.rmtree(sweep.run("c00").path)
+    write_outcome(sweep.run("c01"), Outcome(Kind.FAIL, "a node was lost"), 1)
+    look = drive(sweep, Instant(sweep), retry_failed=True, poll_s=0.0)
+    assert {result.id: result.state for result in look.results} == {"c00": "finished", "c01": "finished"}
+    assert look.results[0].reason == f"{sweep.run('c00').path} was removed after it had ended"
+    assert look.results[0].gpu_hours == 1.5, "what it has used still counts towards the budget"
+    assert not sweep.run("c00").path.exists()
+    assert sweep.notes()["c01"].starts == 1
+
+
+def test_a_failed_cell_whose_run_was_removed_is_tried_again_where_that_is_asked_for(tmp_path: Path) -> None:
+    sweep = make(tmp_path)
+    drive(sweep, Instant(sweep), poll_s=0.0)
+    write_outcome(sweep.run("c01"), Outcome(Kind.FAIL, "a node was lost"), 1)
+    assert drive(sweep, Instant(sweep), poll_s=0.0).results[1].state == "failed"
+    shutil.rmtree(sweep.run("c01").path)
+    assert drive(sweep, Instant(sweep), poll_s=0.0).results[1].state == "failed"
+    assert drive(sweep, Instant(sweep), retry_failed=True, poll_s=0.0).results[1].state == "finished"
+    assert read_outcome(sweep.run("c01")) is not None
+
+
+def test_a_sweep_whose_state_is_damaged_can_be_stopped(tmp_path: Path) -> None:
+    sweep = make(tmp_path)
+    begun = Begun(sweep)
+    for cell in sweep.cell_ids():
+        begun.start(cell, Note())
+    (sweep.path / "state.json").write_text('{"c00": ')
+    assert stop_sweep(sweep, "command line", "no time") == "stopped c00, c01"
+    for cell in sweep.cell_ids():
+        outcome = read_outcome(sweep.run(cell))
+        assert outcome is not None
+        assert outcome.kind is Kind.CANCELLED
