@@ -1,12 +1,14 @@
 """A real Chromium on a Prefect UI, for one test: nothing but loopback, and evidence where the test fails."""
 
 import contextlib
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import BrowserContext, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright, Route, expect, sync_playwright
 
 from tests.browser.install import browser_path, unusable
 from tests.browser.pages import Ui
@@ -25,6 +27,16 @@ DEADLINE_MS = 180_000.0  # a machine may be busy
 SIZE = {"width": 1400, "height": 1000}
 
 
+def launch(playwright: Playwright, folder: Path) -> Browser:
+    """A Chromium that goes on whatever the network's interfaces do; how it is started is written into `folder`."""
+    script = folder / "chromium"
+    deaf = Path(__file__).with_name("deaf.py")
+    words = shlex.join([sys.executable, "-I", "-S", str(deaf), str(browser_path())])
+    script.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    script.chmod(0o700)
+    return playwright.chromium.launch(executable_path=script, args=FLAGS)
+
+
 @contextlib.contextmanager
 def prefect_ui(url: str, auth: str, folder: Path) -> Iterator[Ui]:
     """The UI of the server at `url` (with or without /api) in a fresh profile, logged in.
@@ -36,7 +48,7 @@ def prefect_ui(url: str, auth: str, folder: Path) -> Iterator[Ui]:
         pytest.skip(reason)
     expect.set_options(timeout=DEADLINE_MS)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path(), args=FLAGS)
+        browser = launch(playwright, folder)
         try:
             context = browser.new_context(viewport=SIZE, locale="en-GB", timezone_id="UTC")  # type: ignore[arg-type]
             context.set_default_timeout(DEADLINE_MS)

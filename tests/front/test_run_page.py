@@ -14,6 +14,8 @@ from flows import events
 from flows.page.content import COMPLETIONS, CURVES, JOBS, KEYS, PROGRESS, RECOVERIES, RUN
 from flows.page.run import showing
 from slipstream.run_folder import RunFolder, read_json
+from tests.browser.install import unusable
+from tests.browser.session import launch
 from tests.page_runs import EVIL, breaks, completes, ends, learns, new_run
 from tests.prefect_server import (
     PASSWORD,
@@ -29,12 +31,6 @@ from tests.prefect_server import (
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
-
-CHROMIUM = "/usr/bin/chromium"
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +107,12 @@ def log_of(run: RunFolder) -> str:
 
 
 @pytest.fixture(scope="module")
-def browser_page(server: PrefectServer) -> Iterator[Page]:
+def browser_page(server: PrefectServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """A browser that is logged in."""
+    if reason := unusable():
+        pytest.skip(reason)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        browser = launch(playwright, tmp_path_factory.mktemp("browser"))
         context = browser.new_context(viewport={"width": 1500, "height": 1400})
         context.set_default_timeout(PATIENCE_S * 1000)
         page = context.new_page()
