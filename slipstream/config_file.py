@@ -175,7 +175,7 @@ def _malformed(text: str, error: str) -> str:
 
 def _around(line: str, at: int) -> tuple[str, int]:
     """What of a line fits on a terminal around a place in it, and the place in that."""
-    begin = max(0, at - SHOWN // 2)
+    begin = max(0, min(at - SHOWN // 2, len(line) - SHOWN))
     end = begin + SHOWN
     left, right = "…" * (begin > 0), "…" * (end < len(line))
     return f"{left}{line[begin:end]}{right}", at - begin + len(left)

@@ -4,6 +4,7 @@ One person on one Prefect server is one instance. Its state (the server's passwo
 used) lies in a folder of its own, which nobody else can read.
 """
 
+import contextlib
 import errno
 import getpass
 import hashlib
@@ -62,8 +63,8 @@ def home() -> Path:
     folder = Path(given or "~/.slipstream").expanduser()
     if not folder.is_absolute():
         raise InstanceError(
-            f"{HOME_ENV} = {given!r} in the environment is another folder wherever a command is run: give a path that "
-            "begins with / or ~"
+            f"{HOME_ENV if given else 'HOME'} = {given or os.environ.get('HOME')!r} in the environment is another folder "
+            "wherever a command is run: give a path that begins with /"
         )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -72,6 +73,12 @@ def home() -> Path:
         where = f"{error.filename} ({HOME_ENV} in the environment)" if given else error.filename
         raise OSError(number, os.strerror(number or 0), where) from None
     return folder
+
+
+def check_home() -> None:
+    """Before anything is made. Raises InstanceError where the environment names no place; a home that takes no writes is one."""
+    with contextlib.suppress(OSError):
+        home()
 
 
 def remember_root(root: Path) -> None:

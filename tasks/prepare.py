@@ -11,7 +11,7 @@ from cluster.backends import backend_of
 from cluster.jobs import JobRecord
 from cluster.profile import ClusterError, ClusterProfile, load_profile
 from slipstream.config_file import ConfigError, Problem, dump_config
-from slipstream.instance import remember_root
+from slipstream.instance import check_home, remember_root
 from slipstream.process import HEARTBEAT_INTERVAL_S
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, new_run_id, read_object, write_atomic
@@ -67,6 +67,7 @@ def prepare(config: RunConfig, run_id: str | None = None, whence: Origin | None 
     prepares the same folder now.
     """
     notes = tuple(str(warning) for warning in check(config))
+    check_home()
     name = run_id or new_run_id(config.name)
     folder = RunFolder(Path(config.storage.root).expanduser() / name)
     begun = whence is not None and begun_by(folder, whence.flow_run, whence.sweep)

@@ -197,9 +197,9 @@ class _Driver:
         for cell in self.ids:
             with contextlib.suppress(OSError):  # storage that stumbles: it stands as it was seen last
                 self._seen[cell] = read_cell(self.sweep, cell, self.notes[cell], views[cell], self._measuring)
+                self._note(cell)
             if cell not in self._seen:
                 self._seen[cell] = CellState(cell, Phase.STARTING), "", Measured()
-            self._note(cell)
         states = {cell: self._seen[cell][0] for cell in self.ids}
         results = [result_of(cell, *self._seen[cell.id]) for cell in self.specs]
         return Look(self.specs, states, tuple(results))
@@ -211,8 +211,8 @@ class _Driver:
         if self.sweep.run(cell).run_file.is_file():
             if state.phase is Phase.RUNNING:  # it has begun all the same
                 note.problem = ""
-            note.ended, note.gpu_hours = (str(state.phase), state.gpu_hours) if state.phase.ended else ("", 0.0)
-        elif state.phase is Phase.FAILED:
+            note.ended, note.gpu_hours = (str(state.phase) if state.phase.ended else ""), state.gpu_hours
+        elif state.phase is Phase.FAILED and not note.ended:
             note.problem = note.problem or reason
 
     def _act(self, look: Look, plan: Plan) -> None:
@@ -301,6 +301,7 @@ class _Driver:
         if ended == self._reported and not anyway:
             return
         self._reported = ended
+        self._save()
         if anyway or any(result.measured.steps for result in look.results):
             try:
                 write_report(self.sweep, look.results, self.spec)

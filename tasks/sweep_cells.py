@@ -79,10 +79,11 @@ def look_at(sweep: SweepFolder, cell: str, note: Note, view: View, hours: float)
     run = sweep.run(cell)
     state = CellState(cell, Phase.WAITING, again=note.again, gpu_hours=hours)
     if not run.run_file.is_file():
+        state = replace(state, gpu_hours=note.gpu_hours)
         if view.alive:
             return replace(state, phase=Phase.STARTING, asked=bool(note.stopped_for)), ""
         if note.ended in ENDS and not note.problem:
-            removed = replace(state, phase=Phase(note.ended), stopped_for=note.stopped_for, gpu_hours=note.gpu_hours)
+            removed = replace(state, phase=Phase(note.ended), stopped_for=note.stopped_for)
             return removed, f"{run.path} was removed after it had ended"
         if note.problem or (view.problem and not note.stopped_for):
             phase = Phase.STOPPED if view.cancelled else Phase.FAILED

@@ -23,7 +23,7 @@ from typing import Any
 import tomlkit
 
 from slipstream.config_file import dump_config, load_config
-from slipstream.instance import remember_root
+from slipstream.instance import check_home, remember_root
 from slipstream.run_config import RunConfig
 from slipstream.run_folder import (
     DamagedFile,
@@ -156,6 +156,7 @@ class SweepFolder:
         folder = cls(Path(root).expanduser() / sweep_id)
         if folder.sweep_file.is_file():
             raise RunFolderError(f"the sweep {folder.path} exists: continue it with `slipstream sweep {folder.path}`")
+        check_home()
         folder.path.parent.mkdir(parents=True, exist_ok=True)
         folder.path.mkdir(mode=0o700, exist_ok=True)
         for name in ("cells", "logs"):

@@ -77,11 +77,15 @@ def write_report(
 ) -> Path:
     """Write the report, its pictures and best.toml; the report's path. `results`, `spec`: else they are read.
 
+    A best.toml stays as it is where a cell that has finished, and may be the best, has no records any more.
+
     Raises ConfigError, DamagedFile, OSError.
     """
     spec = spec or sweep.spec()
     report = report_of(sweep, spec, read_results(sweep, spec) if results is None else results)
     best = report.ranking.best
+    if not report.ranking.whole and (sweep.path / "best.toml").exists():
+        best = None
     return write_sweep_report(sweep.path, report, sweep.best_text(best) if best is not None else None)
 
 

@@ -18,7 +18,7 @@ from slipstream.run_config import RunConfig
 from slipstream.run_folder import RunFolder, read_json, write_atomic, write_json
 from tests.serving_process import VllmServer, wait_for
 
-FINISH_S = 540.0
+FINISH_S = 300.0
 
 
 def write_prompts(path: Path, count: int) -> Path:
@@ -142,10 +142,10 @@ def reach(run: RunFolder, leader: subprocess.Popen[bytes], step: int) -> None:
     wait_for(reached, f"step {step}", FINISH_S)
 
 
-def finish(run: RunFolder, leader: subprocess.Popen[bytes], attempt: int) -> dict[str, Any]:
+def finish(run: RunFolder, leader: subprocess.Popen[bytes], attempt: int, seconds: float = FINISH_S) -> dict[str, Any]:
     """Wait for the learner's end; its result."""
-    wait_for(lambda: leader.poll() is not None, "the learner's end", FINISH_S)
     log = run.log_file("learner", attempt)
+    wait_for(lambda: leader.poll() is not None, f"the learner's end, see {log},", seconds)
     assert leader.returncode == 0, log.read_text()[-4000:]
     result = read_json(run.path / "result.json")
     assert result is not None

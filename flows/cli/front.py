@@ -209,7 +209,7 @@ def deploy(
     )
     click.echo(f"{connection.url} ({connection.source}), instance {want.instance}")
     for path in presets:
-        if (EXAMPLES / path.name).is_file():
+        if (EXAMPLES / f"{path.stem}.toml").is_file():
             click.echo(f"  {path.absolute()} takes the place of the example {path.stem}")
     if prune:
         if yes:

@@ -49,6 +49,7 @@ class Ranking:
         target: value of it for time-to-reward; None where nothing was measured.
         best: id of the finished cell with the highest final value, of equal ones the fastest; None where none has one.
         notes: what a reader must know about the numbers.
+        whole: whether every finished cell could be compared; runs may have been removed since.
     """
 
     rows: tuple[Row, ...]
@@ -56,6 +57,7 @@ class Ranking:
     target: float | None
     best: str | None
     notes: tuple[str, ...] = ()
+    whole: bool = True
 
     def row(self, cell: str) -> Row:
         return next(row for row in self.rows if row.id == cell)
@@ -80,6 +82,8 @@ def rank(results: Sequence[CellResult], metric: str, target: float | None) -> Ra
             notes.append(
                 f"No target was given: it is {target:.3g}, the highest value that every finished cell has reached."
             )
+    if gone := [result.id for result in finished if not result.measured.steps]:
+        notes.append(f"Finished, but without records, so that they are compared with nothing: {', '.join(gone)}.")
     missing = [result.id for result in results if result.state != FINISHED]
     if missing:
         notes.append(f"{len(missing)} of {len(results)} cells have not finished: {', '.join(missing)}.")
@@ -93,7 +97,7 @@ def rank(results: Sequence[CellResult], metric: str, target: float | None) -> Ra
     rows = [Row(**{**row.__dict__, "on_front": row.id in on_front}) for row in rows]
     rows.sort(key=_place)
     best = next((row.id for row in rows if row.state == FINISHED and row.reward is not None), None)
-    return Ranking(tuple(rows), metric, target, best, tuple(notes))
+    return Ranking(tuple(rows), metric, target, best, tuple(notes), not gone)
 
 
 def _place(row: Row) -> tuple[bool, bool, float, float, str]:

@@ -16,6 +16,7 @@ def until_not_busy(page: Page, start: Callable[[], None]) -> str:
         with page.expect_response(CREATES) as answer:
             start()
         if answer.value.status != BUSY:
+            assert answer.value.ok, answer.value.text()
             return str(answer.value.json()["id"])
         page.wait_for_timeout(1000)
     raise AssertionError(f"the server was busy {TRIES} times")

@@ -9,6 +9,7 @@ from urllib.parse import urljoin
 from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.form import RunForm, until_not_busy
+from tests.waiting import wait_until
 
 RELOADS = 20
 # at one moment: the page may be drawing it again
@@ -183,8 +184,8 @@ class FlowRunPage:
     def parameters(self) -> dict[str, Any]:
         """The run's parameters, by the button that copies them: the page itself draws only what fits."""
         self.tab("Parameters").get_by_role("button", name="Copy parameters").click()
-        self.page.wait_for_function("navigator.clipboard.readText().then(text => text.length)")
-        return dict(json.loads(self.page.evaluate("navigator.clipboard.readText()")))
+        copied = wait_until(lambda: self.page.evaluate("navigator.clipboard.readText()"), "the parameters are copied")
+        return dict(json.loads(copied))
 
     def has_subflow_runs(self, count: int) -> None:
         """This run has started so many."""

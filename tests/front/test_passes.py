@@ -1,11 +1,14 @@
 """The deployment of reconciliation: a flow run every minute, of which few are kept."""
 
+import contextlib
 from typing import Any
 
+import psutil
 import pytest
 
 from flows.reconcile import KEPT, UNEVENTFUL
-from tests.front_door import INSTANCE, Front
+from flows.up.run import flow_processes as listed_processes
+from tests.front_door import INSTANCE, Front, flow_processes
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -36,3 +39,24 @@ def test_a_pass_that_did_nothing_removes_earlier_ones(front: Front) -> None:
     now = left()
     assert {eventful, another} <= now
     assert len(quiet & now) >= KEPT - 2, "the newest stay"
+
+
+def test_a_pass_is_no_run_to_whoever_ends_slipstream_up(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(front.home))
+
+    def passes() -> set[int]:
+        found = set()
+        for pid in flow_processes(front.home):
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(pid).environ().get("PREFECT__FLOW_NAME") == "reconcile":
+                    found.add(pid)
+        return found
+
+    def both() -> tuple[set[int], set[int]] | None:
+        before = passes()
+        listed = set(listed_processes())
+        there = before & passes()
+        return (there, listed) if there else None
+
+    there, listed = wait_until(both, "a pass works", PATIENCE_S)
+    assert not there & listed

@@ -17,9 +17,11 @@ PROMPTS = 60
 STEPS = 200
 # learning so slowly that the rewards of a group go on to differ
 SETTINGS = {"max_steps": STEPS, "learning_rate": 1e-5, "save_steps": 50, "vllm_server_timeout": 10.0}
+LONG_S = 600.0
 WEIGHTS = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
 
 
+@pytest.mark.timeout(2 * LONG_S)
 def test_200_steps_through_timeouts_resets_and_5xx(vllm_server: VllmServer, tmp_path: Path) -> None:
     data = write_prompts(tmp_path / "train.jsonl", PROMPTS)
     harm = {"generation": Rates(0.12, silent_in_row=2), "control": Rates(0.03, in_row=2)}
@@ -28,7 +30,7 @@ def test_200_steps_through_timeouts_resets_and_5xx(vllm_server: VllmServer, tmp_
             tmp_path / "runs", "faults", dataclasses.replace(vllm_server, base_url=proxy.url), data, **SETTINGS
         )
         with learner(run, 1) as leader:
-            result = finish(run, leader, 1)
+            result = finish(run, leader, 1, LONG_S)
         print(f"{result['seconds']:.0f} s, {sum(proxy.counts.values())} requests")
         print("generation:", proxy.harmed(*GENERATION))
         print("weights:", proxy.harmed(*WEIGHTS), "all:", proxy.harmed())

@@ -243,7 +243,7 @@ def test_a_cancelled_learner_stops_at_once_though_a_rank_does_not_listen(
             os.kill(process.pid, signal.SIGSTOP)
         write_json(run.cancel_file, {"who": "a test", "why": "enough"})
         leader.send_signal(signal.SIGTERM)
-        wait_for(lambda: leader.poll() is not None, "the leader's end")
+        wait_for(lambda: leader.poll() is not None, "the leader's end", 60)
         wait_for(lambda: all_gone(family), "the end of every process of the learner")
     end_delivery(vllm_server)
     record = exit_record(run)

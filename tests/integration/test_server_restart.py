@@ -106,6 +106,7 @@ def kill_during_a_delivery(server: subprocess.Popen[bytes], control: ServerContr
     rank.resume()
 
 
+@pytest.mark.timeout(1200)
 def test_a_server_that_dies_twice_costs_no_step_and_no_prompt(
     tiny_model_tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,7 +97,7 @@ def test_a_job_is_submitted_seen_and_cancelled(bed: Bed, backend: Backend) -> No
     assert "." not in environment["PATH"].split(":")
     assert "WANDB_API_KEY" not in environment
     assert backend("cancel", kill_after_s=20.0) == ["aa11"]
-    seen = backend.wait_state("finished")
+    seen = backend.view()
     assert (seen["state"], seen["reason"], seen["returncode"]) == ("finished", "stopped by SIGTERM", 0)
     wait_until(lambda: no_process(bed), "nothing is left")
     assert backend("cancel") == []
@@ -221,7 +221,7 @@ def test_without_accounting(bed: Bed, backend: Backend) -> None:
         backend.submit()
         backend.facts("server-0")
         assert backend("cancel", kill_after_s=20.0) == ["aa11"]
-        backend.wait_state("finished")
+        assert backend.view()["state"] == "finished"
         bed.run("login", ["sh", "-c", "! sacct"], user="bed1")
     finally:
         bed.start_dbd()

@@ -26,4 +26,6 @@ def test_a_program_gets_no_netlink_socket() -> None:
         return done.stdout.strip()
 
     assert said() == "hears"
+    if subprocess.run([sys.executable, "-c", "from tests.browser.deaf import be_deaf; be_deaf()"]).returncode:
+        pytest.skip("this kernel has no such filter")
     assert said(sys.executable, "-I", "-S", deaf.__file__) == "Address family not supported by protocol"

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 
+import tasks.prepare
 from flows.cli.plain import storage_text
+from slipstream.config_file import load_config
 from slipstream.instance import InstanceError, home
+from tests.unit.test_sweep_folder import make
 
 
 def test_a_home_is_the_same_wherever_a_command_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +32,14 @@ def test_a_home_that_cannot_be_one_is_named_with_the_variable(tmp_path: Path, mo
         assert (
             "(SLIPSTREAM_HOME in the environment): Not a directory: a folder belongs there: move the file away" in text
         )
+
+
+def test_nothing_is_made_where_the_home_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLIPSTREAM_HOME", "state")
+    with pytest.raises(InstanceError):
+        make(tmp_path)
+    monkeypatch.setattr(tasks.prepare, "check", lambda _: [])
+    with pytest.raises(InstanceError):
+        tasks.prepare.prepare(load_config(tmp_path / "b.toml"))
+    assert [path.name for path in tmp_path.iterdir()] == ["b.toml"]

@@ -1,5 +1,6 @@
 """The driver of a sweep where storage or report fail it: the cells go on."""
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.decide import Kind
-from slipstream.config_file import dump_config
+from slipstream.config_file import dump_config, load_config
 from slipstream.run_folder import RunFolder
 from slipstream.sweep.schedule import Phase, Plan
 from tasks import sweep as driving
@@ -15,6 +16,7 @@ from tasks.outcome import Outcome, read_outcome, write_outcome
 from tasks.sweep import Look, drive
 from tasks.sweep_cells import LocalCells, View
 from tasks.sweep_folder import Note, SweepFolder
+from tasks.sweep_report import write_report
 from tasks.sweep_stop import stop_sweep
 from tests.unit.test_sweep_folder import make
 
@@ -147,8 +149,13 @@ def test_a_failed_cell_whose_run_was_removed_is_tried_again_where_that_is_asked_
     drive(sweep, Instant(sweep), poll_s=0.0)
     write_outcome(sweep.run("c01"), Outcome(Kind.FAIL, "a node was lost"), 1)
     assert drive(sweep, Instant(sweep), poll_s=0.0).results[1].state == "failed"
+    notes = sweep.notes()
+    notes["c01"].gpu_hours = 6.0
+    sweep.write_notes(notes)
     shutil.rmtree(sweep.run("c01").path)
-    assert drive(sweep, Instant(sweep), poll_s=0.0).results[1].state == "failed"
+    for _ in range(2):
+        failed = drive(sweep, Instant(sweep), poll_s=0.0).results[1]
+        assert (failed.state, failed.gpu_hours) == ("failed", 6.0)
     assert drive(sweep, Instant(sweep), retry_failed=True, poll_s=0.0).results[1].state == "finished"
     assert read_outcome(sweep.run("c01")) is not None
 
@@ -164,3 +171,20 @@ def test_a_sweep_whose_state_is_damaged_can_be_stopped(tmp_path: Path) -> None:
         outcome = read_outcome(sweep.run(cell))
         assert outcome is not None
         assert outcome.kind is Kind.CANCELLED
+
+
+def test_a_best_cell_that_was_removed_stays_the_best(tmp_path: Path) -> None:
+    sweep = make(tmp_path)
+    drive(sweep, Instant(sweep), poll_s=0.0)
+    window = {"step": 1, "time": 10.0, "reward": 0.5, "perf/step_s": 1.0}
+    records = sweep.run("c01").records(1)
+    records.mkdir(parents=True)
+    (records / "metrics.jsonl").write_text(json.dumps(window) + "\n")
+    best = sweep.path / "best.toml"
+    write_report(sweep)
+    assert load_config(best).trainer.seed == 2, "there was none"
+    best.write_text("that of c00")
+    shutil.rmtree(sweep.run("c00").path)
+    write_report(sweep)
+    assert best.read_text() == "that of c00"
+    assert "without records, so that they are compared with nothing: c00" in sweep.report_file.read_text()

@@ -90,6 +90,13 @@ def test_the_best_cell_is_the_best_finished_one() -> None:
     assert ranking.notes == ("2 of 5 cells have not finished: c02, c04.",)
 
 
+def test_a_finished_cell_without_records_is_named() -> None:
+    ranking = rank([cell("c00"), cell("c01", curve=[0.1, 0.4], rate=60.0), cell("c02", "failed")], HELD_OUT, 0.3)
+    assert (ranking.best, ranking.whole) == ("c01", False)
+    assert ranking.notes[0] == "Finished, but without records, so that they are compared with nothing: c00."
+    assert rank([cell("c01", curve=[0.1, 0.4])], HELD_OUT, 0.3).whole
+
+
 def test_without_held_out_values_it_is_the_training_reward_and_says_so() -> None:
     results = [cell("c00", curve=[0.0, *[0.5] * 5, 1.0], metric="reward"), cell("c01", metric="reward", curve=[0.2])]
     ranking = rank(results, HELD_OUT, None)
