@@ -10,6 +10,9 @@ from enum import StrEnum
 from cluster.decide import Kind
 
 SETTLE_S = 30.0  # a flow that has given its run free tells Prefect within this
+TOLD_S = (
+    10.0  # a worker tells of a process that died twice, some seconds apart; the later one undoes what was set between
+)
 PENDING_S = 300.0  # a worker that has taken a flow run has started it within this
 LATE_S = 600.0  # and takes one that waits within this, where one runs
 LOST_S = 900.0  # a flow that has been started has its run folder within this
@@ -231,6 +234,8 @@ def _who_is_to_lead(run: Facts) -> tuple[Act, str]:
         if run.seen_s < LATE_S or not run.prepared:
             return Act.NOTHING, "its flow run waits for a worker"
         return Act.LEAD_HERE, f"nobody leads it, and no worker has taken its flow run for {run.seen_s:.0f} s"
+    if flow.state == "CRASHED" and flow.age_s < TOLD_S:
+        return Act.NOTHING, "its process has just died, and its worker may tell of it once more"
     if flow.state == "RUNNING" and flow.age_s < SETTLE_S:
         return Act.NOTHING, "its flow run has just been started"
     if flow.state == "RUNNING" and run.leader is Leader.RELEASED and run.seen_s < SETTLE_S:
@@ -254,6 +259,8 @@ def without_folder(flow: FlowState, seen_s: float, starts: int, max_starts: int)
     patience = {"CRASHED": 0.0, "PENDING": PENDING_S}.get(flow.state, LOST_S)
     if seen_s < patience:
         return nothing("its run is being prepared")
+    if flow.state == "CRASHED" and flow.age_s < TOLD_S:
+        return nothing("its process has just died, and its worker may tell of it once more")
     if starts > max_starts:
         return nothing(f"started {starts} times, and never came to a run folder: look at its log", person=True)
     return Plan(Act.LEAD_BY_FLOW, f"it has no run folder, and Prefect says {flow.state}")

@@ -51,6 +51,7 @@ ROWS: list[tuple[str, Facts, Act, str]] = [
     ("the same, crashed", run("CRASHED", leader=UNSURE), Act.NOTHING, ""),
     ("killed", run(live=JOBS), Act.LEAD_BY_FLOW, ""),
     ("killed and crashed", run("CRASHED"), Act.LEAD_BY_FLOW, ""),
+    ("crashed a moment ago", replace(run("CRASHED"), flow=flow("CRASHED", age_s=5.0)), Act.NOTHING, ""),
     ("given free a moment ago", run(leader=RELEASED), Act.NOTHING, ""),
     ("given free", run(leader=RELEASED, seen_s=SETTLE_S), Act.LEAD_BY_FLOW, ""),
     ("given free, and Prefect knows", run("CRASHED", leader=RELEASED), Act.LEAD_BY_FLOW, ""),
@@ -291,3 +292,4 @@ def test_leaders_that_die_are_replaced_so_many_times(run: Facts) -> None:
 )
 def test_a_flow_run_without_a_folder(state: str, seen_s: float, starts: int, act: Act) -> None:
     assert without_folder(flow(state), seen_s, starts, 3).act is act
+    assert without_folder(flow(state, age_s=1.0), seen_s, starts, 3).act is (Act.NOTHING if state == "CRASHED" else act)
