@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from flows.names import instance_tag, runs_pool
@@ -13,6 +14,7 @@ from slipstream.metrics.audit_records import audit_run
 from slipstream.run_folder import RunFolder, read_json
 from slurm.bed import Bed
 from slurm.bed.bed import ROOT
+from slurm.bed.machines import inside
 from tasks.lease import newest_term
 from tests.bed_left import left
 from tests.bed_prefect import PYTHON, USER, BedPrefect
@@ -83,7 +85,7 @@ def test_worker_and_flow_are_killed_and_the_run_completes_by_itself(bed: Bed, pr
         return str(prefect.call("GET", f"flow_runs/{flow_run}")["state_type"])
 
     assert state() == "RUNNING", "nobody has told Prefect"
-    prefect.popen(*worker_words)  # as its service does
+    worker = prefect.popen(*worker_words)  # as its service does
 
     def completed() -> bool:
         """A pass, as a timer makes it."""
@@ -98,5 +100,7 @@ def test_worker_and_flow_are_killed_and_the_run_completes_by_itself(bed: Bed, pr
     audit = audit_run(run)
     assert list(audit.findings) == []
     assert audit.settled == scenario.prompts * scenario.epochs
+    # its flow has told its state, and ends once it has sent its log: without a server it would try for a minute
+    wait_until(lambda: not psutil.Process(inside(worker.pid)).children(), "its flow ends", PATIENCE_S)
     prefect.close()
     assert left(bed, USER, GONE_S) == []
