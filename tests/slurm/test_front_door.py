@@ -20,7 +20,7 @@ from tests.bed_left import left
 from tests.bed_prefect import PYTHON, USER, BedPrefect
 from tests.bed_tunnel import tunnel
 from tests.browser.session import prefect_ui
-from tests.chaos.drive import GONE_S, SETTINGS, write_files
+from tests.chaos.drive import SETTINGS, write_files
 from tests.chaos.faults import SEPARATE
 from tests.chaos.plan import scenario_of
 from tests.doubles.events import PLAN
@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.integration, pytest.mark.timeout(90
 
 INSTANCE = "bed"
 PATIENCE_S = 300.0
+FLOWS_GONE_S = 120.0  # a pass of reconciliation that has lost its server tries to tell it for a while
 CLI = "from flows.cli.main import main; main()"
 
 
@@ -115,4 +116,4 @@ def test_a_run_is_started_and_cancelled_from_a_browser(
         assert bed.command("squeue", "-h", "-u", USER) == ""
         assert (read_json(run.path / "outcome.json") or {})["kind"] == "cancelled"
     assert login.popen(PYTHON, "-c", CLI, "down").wait(120) == 0
-    assert left(bed, USER, GONE_S) == []
+    assert left(bed, USER, FLOWS_GONE_S) == []
