@@ -10,9 +10,7 @@ from enum import StrEnum
 from cluster.decide import Kind
 
 SETTLE_S = 30.0  # a flow that has given its run free tells Prefect within this
-TOLD_S = (
-    10.0  # a worker tells of a process that died twice, some seconds apart; the later one undoes what was set between
-)
+TOLD_S = 10.0  # a worker tells of a dead process twice; the later word undoes what was set in between
 PENDING_S = 300.0  # a worker that has taken a flow run has started it within this
 LATE_S = 600.0  # and takes one that waits within this, where one runs
 LOST_S = 900.0  # a flow that has been started has its run folder within this

@@ -180,7 +180,7 @@ def deploy(
     It may be run again and again: what people have paused, scheduled or edited there stays.
     """
     from flows.connection import asks_nobody, connect, is_loopback
-    from flows.deploy.presets import EXAMPLES, load_presets
+    from flows.deploy.presets import in_place_of_examples, load_presets
     from slipstream.instance import instance_id
 
     if yes and not prune:
@@ -208,9 +208,8 @@ def deploy(
         elsewhere={path.stem: str((directory or Path.cwd()).absolute()) for path in presets},
     )
     click.echo(f"{connection.url} ({connection.source}), instance {want.instance}")
-    for path in presets:
-        if (EXAMPLES / f"{path.stem}.toml").is_file():
-            click.echo(f"  {path.absolute()} takes the place of the example {path.stem}")
+    for path in in_place_of_examples(presets):
+        click.echo(f"  {path} takes the place of the example {path.stem}")
     if prune:
         if yes:
             lines = [f"  {done.what:<12} {done.name}" for done in asyncio.run(apply.prune(want))]

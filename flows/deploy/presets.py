@@ -38,3 +38,8 @@ def load_presets(files: Sequence[Path] = ()) -> dict[str, RunConfig]:
             given[name] = path
         found[name] = load_config(path)
     return found
+
+
+def in_place_of_examples(files: Sequence[Path]) -> list[Path]:
+    """Those of the files that have an example's name."""
+    return [path.absolute() for path in files if (EXAMPLES / f"{path.stem}.toml").is_file()]

@@ -30,8 +30,8 @@ from tasks.outcome import RunCancelled
 UPDATE_S = 10.0
 CURVES_S = 30.0  # images are large, and each is stored
 END_S = 20.0  # the longest that a run which has ended waits for its page: nobody brings it up to date later
-AGAIN_S = 5.0  # before the last update is tried once more
 LEAVE_S = 5.0  # and one that is told to leave
+AGAIN_S = 5.0  # before the last update is tried once more
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from slurm.bed import Bed, BedError
 from slurm.bed.machines import inside
 
 SHORT_S = 5.0
-UNNOTICED_S = 3.5  # longer than a beat is waited for, shorter than slurmctld waits for a node
+UNNOTICED_S = 3.5  # longer than a call of the doubles waits, shorter than slurmctld waits for a node
 AWAY_S = 15.0
 LONG_S = 60.0
 PREEMPTED_S = 60

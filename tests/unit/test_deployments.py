@@ -11,7 +11,7 @@ from pydantic import Field
 
 from flows.deploy.deployments import FlowFacts, Wanted, block_name, differences, digest, empty_form, superfluous, wanted
 from flows.deploy.forms import fields, parameter_fields, readable
-from flows.deploy.presets import EXAMPLES, load_presets
+from flows.deploy.presets import EXAMPLES, in_place_of_examples, load_presets
 from flows.names import care_pool, runs_pool
 from slipstream.config_file import ConfigError, parse_config
 from slipstream.instance import InstanceError, instance_id
@@ -92,6 +92,7 @@ def test_presets_by_file(tmp_path: Path) -> None:
         (tmp_path / f"{name}.toml").write_text(text.replace("max_steps = 60", "max_steps = 7"))
     found = load_presets([tmp_path / "mine.toml", tmp_path / "demo.toml", tmp_path / "mine.toml"])
     assert found["mine"].trainer.max_steps == found["demo"].trainer.max_steps == 7
+    assert in_place_of_examples([tmp_path / "mine.toml", tmp_path / "demo.toml"]) == [tmp_path / "demo.toml"]
 
 
 @pytest.mark.parametrize(

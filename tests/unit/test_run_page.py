@@ -1,7 +1,13 @@
 """The page of a flow run against a double of Prefect's API: artifacts once, events once, whatever fails in between."""
 
+import contextlib
+import logging
+import sys
+import threading
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +19,7 @@ from flows.page.content import CURVES, JOBS, KEYS, PROGRESS, RECOVERIES, RUN
 from flows.page.curves import Curves
 from flows.page.run import Memory, Page
 from slipstream.run_folder import RunFolder, read_json, write_json
+from tasks.outcome import RunCancelled
 from tests.page_runs import BEGAN, breaks, ends, learns, new_run
 
 FLOW_RUN = FlowRun("6f0b1e8e-0000-4000-8000-000000000001", "r", ("mine",))
@@ -244,3 +251,44 @@ def test_a_memory_of_other_flow_runs_is_kept(run: RunFolder) -> None:
     page(run).update(Server())
     assert Memory.of(run).artifacts["other"] == {RUN: "x"}
     assert "k" in Memory.of(run).told
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_the_last_update_is_tried_once_more(run: RunFolder, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    server, tries = Server(), list[int]()
+
+    @contextlib.contextmanager
+    def page_api() -> Iterator[Server]:
+        tries.append(1)
+        if len(tries) <= failing:
+            raise Away
+        yield server
+
+    monkeypatch.setitem(sys.modules, "flows.page.api", SimpleNamespace(page_api=page_api))  # type: ignore[arg-type]
+    monkeypatch.setattr(run_page, "AGAIN_S", 0.0)
+    stopped = threading.Event()
+    stopped.set()
+    run_page._loop(page(run), stopped, logging.getLogger())
+    assert (len(tries), bool(server.kept)) == (min(failing + 1, 2), failing < 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "patience_s"),
+    [
+        (None, run_page.END_S),
+        (RuntimeError(), run_page.END_S),
+        (RunCancelled("r", "enough"), run_page.LEAVE_S),
+        (KeyboardInterrupt(), run_page.LEAVE_S),
+    ],
+)
+def test_how_long_the_end_waits_for_the_page(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, patience_s: float
+) -> None:
+    joined = list[float | None]()
+    monkeypatch.setattr(run_page, "_here", lambda: (FLOW_RUN, TAGS, logging.getLogger()))
+    monkeypatch.setattr(run_page, "_loop", lambda *_: None)
+    monkeypatch.setattr(threading.Thread, "join", lambda _, timeout=None: joined.append(timeout))
+    with contextlib.suppress(RuntimeError, RunCancelled, KeyboardInterrupt), run_page.showing(run):
+        if error is not None:
+            raise error
+    assert joined == [patience_s]
